@@ -103,7 +103,8 @@ pub struct Rotation {
 impl Extras {
     /// Returns the parts that every model of a family has, and none that only some of its models have.
     pub fn of_family(model_type: ModelType) -> Extras {
-        Extras { local_rope_theta: model_type.family().local_rope_theta, ..Extras::default() }
+        let query_growth = (model_type == ModelType::Ministral3).then_some(QueryGrowth::MINISTRAL3);
+        Extras { local_rope_theta: model_type.family().local_rope_theta, query_growth, ..Extras::default() }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Each row is the public `config.json` of the named model. The exception is `llama-11b`, which has no publisher and
 //! represents models of its size.
 
-use super::config::{Extras, ModelConfig, ModelType, QueryGrowth, RopeScaling};
+use super::config::{Extras, ModelConfig, ModelType, RopeScaling};
 
 /// The published shape of a model: one row of the table of presets.
 struct Row {
@@ -124,7 +124,6 @@ impl Row {
                 logit_softcap: Some(30.0),
                 ..Extras::default()
             },
-            Ministral3 => Extras { query_growth: Some(QueryGrowth { beta: 0.1, period: 16_384 }), ..Extras::default() },
             // Phi 4 has no window.
             Phi3 => Extras { window: (self.name == "phi-3-mini-4k").then_some(2047), ..Extras::default() },
             SmolLm3 => Extras { unrotated_layers: (3..self.layers).step_by(4).collect(), ..Extras::default() },
@@ -138,17 +137,15 @@ impl Row {
             Olmo3 => Extras {
                 window: Some(4096),
                 full_layers: (3..self.layers).step_by(4).collect(),
-                local_rope_theta: Some(self.rope_theta),
-                ..Extras::default()
+                ..Extras::of_family(Olmo3)
             },
             Gemma3Text => Extras {
                 window: Some(512),
                 full_layers: (5..self.layers).step_by(6).collect(),
                 attention_multiplier: Some((self.query_scalar as f64).sqrt().recip()),
-                local_rope_theta: Some(1e4),
-                ..Extras::default()
+                ..Extras::of_family(Gemma3Text)
             },
-            _ => Extras::default(),
+            model_type => Extras::of_family(model_type),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Scaling of rotary frequencies, and growth of queries: kinds, settings and their validation. The frequencies themselves are computed by the
-//! kernels of `RopeTable`.
+//! Scaling of rotary frequencies, and growth of queries: kinds, settings and their validation. The kernels of `RopeTable`
+//! compute the frequencies themselves.
 
 use super::config::{ConfigError, limit, wrong};
 use serde::{Deserialize, Serialize};
@@ -60,6 +60,9 @@ pub struct QueryGrowth {
 }
 
 impl QueryGrowth {
+    /// The growth that transformers assumes for Ministral 3.
+    pub const MINISTRAL3: QueryGrowth = QueryGrowth { beta: 0.1, period: 16_384 };
+
     /// Returns the factor of the query at `position`.
     pub fn factor(&self, position: u64) -> f64 {
         1.0 + self.beta * ((position / self.period) as f64).ln_1p()

@@ -162,7 +162,7 @@ fn read_ministral3(keys: &Keys, max_positions: u64) -> Result<Frequencies, Confi
                 attention_factor: 1.0,
             },
             local_theta: None,
-            query_growth: Some(QueryGrowth { beta: 0.1, period: 16_384 }),
+            query_growth: Some(QueryGrowth::MINISTRAL3),
         });
     };
     let need = |key: &str| inner.number(key)?.ok_or_else(|| inner.missing(key, "a number".to_owned()));

@@ -275,7 +275,19 @@ fn olmo3_settings_are_read_and_written() {
     assert!(error.starts_with("`rope_theta` is 10000.0"), "{error}");
 }
 
-/// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
+#[test]
+fn models_with_extras_of_their_family_are_read() {
+    for model_type in ModelType::ALL {
+        let mut config = ModelConfig::from_json(&Value::Object(small(model_type.name())).to_string(), &[]).unwrap();
+        config.extras = Extras::of_family(model_type);
+        (config.rope_theta, config.rope_scaling) = (2e4, RopeScaling::None);
+        let read = ModelConfig::from_json(&config.to_json(None, DType::F32).to_string(), &[]).unwrap();
+        let rotation =
+            |config: &ModelConfig| (config.rope_theta, config.extras.local_rope_theta, config.extras.query_growth);
+        assert_eq!(rotation(&read), rotation(&config), "{model_type}");
+    }
+}
+
 #[test]
 fn ministral3_settings_are_read_and_written() {
     let mut map = small("ministral3");
@@ -293,6 +305,7 @@ fn ministral3_settings_are_read_and_written() {
     assert_eq!((config.head_dim, config.max_positions, config.norm_eps), (128, 262_144, 1e-5));
     assert_eq!((config.rope_theta, config.rope_scaling), (1e6, yarn(16.0, 16_384)));
     assert_eq!(config.extras.query_growth, Some(QueryGrowth { beta: 0.1, period: 16_384 }));
+    assert_eq!(config.extras, Extras::of_family(ModelType::Ministral3));
     assert_eq!(config.query_growth_within(16_384), None);
     assert_eq!(config.query_growth_within(16_385), config.extras.query_growth);
     let parameters = json!({
@@ -325,6 +338,7 @@ fn ministral3_settings_are_read_and_written() {
     assert_eq!(error, ConfigError::Unknown { keys: vec!["rope_parameters.llama_4_scaling_beta".into()] });
 }
 
+/// The expected factors are those of `_compute_yarn_parameters` in transformers 5.23.
 #[test]
 fn yarn_settings_have_transformers_defaults() {
     let scaling = |inner: Value| {
