@@ -164,6 +164,9 @@ pub struct SweepReport {
     pub version: u32,
     /// The value of `--devices`.
     pub requested_devices: String,
+    /// The value of `--budget`; `None` if it was not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requested_budget: Option<String>,
     /// Largest permitted number of restarts per run.
     pub retries: u32,
     /// Limit of concurrent runs per device; `None` without a limit.

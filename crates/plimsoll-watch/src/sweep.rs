@@ -166,6 +166,7 @@ mod tests {
         let mut report = SweepReport {
             version: SweepReport::VERSION,
             requested_devices: "virtual:a=96MiB".into(),
+            requested_budget: None,
             retries: 2,
             workers: None,
             devices: vec![device],

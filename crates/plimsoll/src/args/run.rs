@@ -3,7 +3,7 @@
 use super::SettingArgs;
 use super::values::{address, positive};
 use clap::{Args, ValueEnum};
-use plimsoll_core::{Failure, Plan, rung_names};
+use plimsoll_core::{Failure, Plan, SweepReport, rung_names};
 use plimsoll_device::regular_file;
 use plimsoll_train::config::{RunConfig, list_setting, model_setting, setting};
 use plimsoll_train::fault_injection::Injection;
@@ -335,19 +335,21 @@ impl SweepArgs {
     }
 
     /// Builds a run configuration that only holds the devices of the sweep, their load lines, and the model of the first
-    /// of its `runs`: the built-in example has default devices of its own. `before` names the devices of the sweep that
-    /// is resumed, in the notation of `--devices`; `None` for a new sweep. If neither it nor `--devices` names devices,
-    /// those of the runs are taken. Load lines that all runs name alike hold for the sweep, unless a flag names others.
+    /// of its `runs`: the built-in example has default devices of its own. `before` is the report of the sweep that is
+    /// resumed, whose devices and load line hold without flags; `None` for a new sweep. If neither it nor `--devices`
+    /// names devices, those of the runs are taken. Load lines that all runs name alike hold for the sweep, unless a flag
+    /// names others.
     ///
     /// # Errors
     /// Invalid devices or an invalid budget, or runs that name different devices.
-    pub fn devices(&self, before: Option<&str>, runs: &[&RunConfig]) -> Result<RunRequest, Failure> {
-        let devices = match self.devices.as_deref().or(before) {
+    pub fn devices(&self, before: Option<&SweepReport>, runs: &[&RunConfig]) -> Result<RunRequest, Failure> {
+        let devices = match self.devices.as_deref().or(before.map(|report| &*report.requested_devices)) {
             Some(devices) => Some(devices),
             None => common_devices(runs)?,
         };
         let devices = devices.map(|devices| setting("run.devices", devices));
-        let budget = self.budget.as_deref().map(|budget| setting("memory.budget", budget));
+        let budget = self.budget.as_deref().or(before.and_then(|report| report.requested_budget.as_deref()));
+        let budget = budget.map(|budget| setting("memory.budget", budget));
         let settings: Vec<String> = devices.into_iter().chain(budget).collect();
         let mut config = RunConfig::load(None, &settings)?;
         if let [first, others @ ..] = runs {
@@ -403,6 +405,22 @@ mod tests {
     use super::*;
     use clap::Parser;
 
+    /// Returns the report of a sweep with this value of `--budget`, on the CPU.
+    fn report(budget: Option<&str>) -> SweepReport {
+        SweepReport {
+            version: SweepReport::VERSION,
+            requested_devices: "cpu".into(),
+            requested_budget: budget.map(str::to_owned),
+            retries: 2,
+            workers: None,
+            devices: vec![],
+            runs: vec![],
+            predicted_seconds: 1.0,
+            lower_bound_seconds: 1.0,
+            seconds: 0.0,
+        }
+    }
+
     #[test]
     fn sweep_takes_the_devices_of_its_runs() {
         let Command::Sweep(args) = Cli::parse_from(["plimsoll", "sweep"]).command else { panic!("expected sweep") };
@@ -411,11 +429,12 @@ mod tests {
         let (cpu, other, example) = (run("cpu=6GiB").unwrap(), run("cpu=7GiB").unwrap(), RunConfig::load(None, &[]));
         let taken = args.devices(None, &[&cpu, &cpu]).unwrap();
         assert_eq!((&*taken.run.devices, taken.model.preset.as_deref()), ("cpu=6GiB", Some("7b")));
-        assert_eq!(args.devices(Some("cpu"), &[&cpu, &other]).unwrap().run.devices, "cpu");
+        let before = report(None);
+        assert_eq!(args.devices(Some(&before), &[&cpu, &other]).unwrap().run.devices, "cpu");
         assert!(args.devices(None, &[&cpu, &other]).unwrap_err().message.contains("`cpu=6GiB` and `cpu=7GiB`"));
         // Load lines count if all runs agree on them and no flag names others.
         let lines =
-            |args: &SweepArgs, runs: &[&RunConfig]| args.devices(Some("cpu"), runs).unwrap().memory.load_lines();
+            |args: &SweepArgs, runs: &[&RunConfig]| args.devices(Some(&before), runs).unwrap().memory.load_lines();
         let with = |budget: &str| {
             let settings = ["model.preset=7b", "memory.host=3GiB"].map(str::to_owned).to_vec();
             RunConfig::from_settings(&[settings, vec![setting("memory.budget", budget)]].concat()).unwrap()
@@ -426,6 +445,11 @@ mod tests {
         let line = ["plimsoll", "sweep", "--budget", "2GiB"];
         let Command::Sweep(flagged) = Cli::parse_from(line).command else { panic!("expected sweep") };
         assert_eq!(lines(&flagged, &[&small]), with("2GiB").memory.load_lines());
+        // A resumed sweep keeps its load line, unless a flag names another one.
+        let resumed =
+            |args: &SweepArgs| args.devices(Some(&report(Some("5GiB"))), &[&small]).unwrap().memory.load_lines();
+        assert_eq!(resumed(&args), with("5GiB").memory.load_lines());
+        assert_eq!(resumed(&flagged), with("2GiB").memory.load_lines());
         // Without run files, the built-in example keeps its own devices.
         let example = example.unwrap();
         assert_eq!(args.devices(None, &[&example]).unwrap().model, example.model);

@@ -93,6 +93,7 @@ impl SweepFolder {
         let report = SweepReport {
             version: SweepReport::VERSION,
             requested_devices: request.run.devices.clone(),
+            requested_budget: args.budget.clone(),
             retries: args.retries.unwrap_or(DEFAULT_RETRIES),
             workers: args.workers,
             devices: devices.initial_report(),

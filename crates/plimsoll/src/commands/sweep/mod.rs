@@ -75,7 +75,7 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
         return Err(failure.hint(format!("the runs are {}", names.join(", "))));
     }
     let runs = before.iter().flat_map(|sweep| &sweep.configs).chain(requested.iter().map(|(_, config)| config));
-    let mut request = args.devices(previous.map(|report| &*report.requested_devices), &runs.collect::<Vec<_>>())?;
+    let mut request = args.devices(previous, &runs.collect::<Vec<_>>())?;
     SharedDevices::check(&request)?;
     for (name, file) in &requested {
         if ![request.memory.load_lines(), MemorySection::default().load_lines()].contains(&file.memory.load_lines()) {
@@ -96,6 +96,7 @@ pub fn run(args: &SweepArgs) -> Result<Exit, Failure> {
     let opened = match before {
         Some(OpenedSweep { folder, configs, mut report }) => {
             report.requested_devices = request.run.devices.clone();
+            report.requested_budget = args.budget.clone().or(report.requested_budget);
             report.devices = devices.initial_report();
             report.retries = args.retries.unwrap_or(report.retries);
             report.workers = args.workers.or(report.workers);
