@@ -9,7 +9,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
-use std::thread;
+use std::sync::mpsc;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// Time after which a reader counts as hanging.
@@ -107,17 +108,29 @@ fn growing_run_reaches_the_page() {
     assert_eq!((&last["run"]["step"], &last["run"]["loss"]), (&result["steps"], &result["loss"]["last"]));
 }
 
-/// Reads the events of a page until its server ends the stream, and returns the snapshots. Fails unless the last event is
-/// the end, and the response is complete.
-fn snapshots_until_end(address: &str, headers: &str) -> Vec<Value> {
+/// Reads the events of a page until its server ends the stream, and returns the snapshots. Calls `on_first` when the first
+/// one has begun to arrive. Fails unless the last event is the end, and the response is complete.
+fn snapshots_until_end(address: &str, headers: &str, on_first: impl FnOnce()) -> Vec<Value> {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     write!(stream, "GET /api/events HTTP/1.1\r\nhost: {address}\r\n{headers}\r\n").unwrap();
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("the connection is closed, not reset");
+    let (mut stream, mut text) = (BufReader::new(stream), String::new());
+    let closed = "the connection is closed, not reset";
+    while !text.ends_with("event: snapshot\n") && stream.read_line(&mut text).expect(closed) > 0 {}
+    on_first();
+    stream.read_to_string(&mut text).expect(closed);
     assert!(text.contains("event: end\n") && text.ends_with("\r\n0\r\n\r\n"), "{text}");
     let snapshots = text.split("event: snapshot\ndata: ").skip(1);
     snapshots.map(|rest| serde_json::from_str(rest.lines().next().unwrap()).unwrap()).collect()
+}
+
+/// Reads the events of a page in a thread of their own, which returns the snapshots. Returns after the first one.
+fn watch_until_end(address: &str, headers: &str) -> JoinHandle<Vec<Value>> {
+    let (address, headers) = (address.to_owned(), headers.to_owned());
+    let (first, has_begun) = mpsc::channel();
+    let watching = thread::spawn(move || snapshots_until_end(&address, &headers, || first.send(()).unwrap()));
+    has_begun.recv_timeout(TIMEOUT).expect("the page shows a snapshot");
+    watching
 }
 
 /// Returns whether a process, given by its folder in `/proc`, serves the page of a run and works in a folder.
@@ -157,7 +170,7 @@ fn page_of_a_run_ends_with_it() {
     let text = || fs::read_to_string(&output).unwrap();
     assert!(run.wait_until(|| text().contains("until the run ends")), "{}", run.stderr());
     let address = page_address(&text());
-    let seen = snapshots_until_end(&address, "");
+    let seen = snapshots_until_end(&address, "", || ());
     let ended = run.wait();
     assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""), "{}", ended.stdout);
     assert!(seen.len() > 1 && seen[0]["run"]["state"] != "done", "{} snapshots", seen.len());
@@ -184,9 +197,7 @@ fn signals_to_all_processes_leave_the_page() {
     let workspace = Workspace::new(&LONG);
     let (run, address) = run_with_page(&workspace);
     let page = page_process(&workspace);
-    let watched = address.clone();
-    let watching = thread::spawn(move || snapshots_until_end(&watched, ""));
-    thread::sleep(Duration::from_millis(300));
+    let watching = watch_until_end(&address, "");
     ["TERM", "INT", "HUP"].iter().for_each(|name| signal(&page, name));
     run.signal("TERM");
     let seen = watching.join().unwrap();
@@ -231,9 +242,7 @@ fn page_of_a_killed_run_ends_too() {
     let port = page_address(&stderr).rsplit_once(':').unwrap().1.to_owned();
     let address = format!("127.0.0.1:{port}");
     assert_eq!(get(&address, "/api/snapshot", "").0, 401);
-    let headers = format!("authorization: Bearer {token}\r\n");
-    let watching = thread::spawn(move || snapshots_until_end(&address, &headers));
-    thread::sleep(Duration::from_millis(300));
+    let watching = watch_until_end(&address, &format!("authorization: Bearer {token}\r\n"));
     run.kill();
     let seen = watching.join().unwrap();
     assert_eq!(seen[seen.len() - 1]["run"]["state"], "died");
