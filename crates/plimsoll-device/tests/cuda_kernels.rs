@@ -108,7 +108,8 @@ fn rope_and_inverse_match_cpu() {
     });
 }
 
-/// The frequencies agree with the CPU in every f32 bit; only cosines and sines are rounded differently.
+/// The frequencies agree with the CPU in every f32 bit. Cosines and sines are rounded differently, and so is the growth of
+/// queries, which the kernels compute in f32.
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn rope_tables_match_cpu_in_f32() {
@@ -131,6 +132,7 @@ fn rope_tables_match_cpu_in_f32() {
     for (scaling, growth) in [(RopeScaling::None, None), (linear, growth), (llama3, None), (yarn, growth)] {
         let amplitude = scaling.attention_factor();
         let largest = amplitude * growth.map_or(1.0, |growth| growth.factor(2999));
+        let tolerance = if growth.is_some() { 3e-7 } else { 1.3e-7 };
         for (head_dim, theta) in [(6, 1e4), (64, 5e5), (128, 1e6)] {
             let rows = 3000;
             let mut want = vec![0.0f32; rows * head_dim];
@@ -141,7 +143,7 @@ fn rope_tables_match_cpu_in_f32() {
             gpu.run(&rope_table(Real::F32, table, size, theta, scaling, amplitude, growth));
             for (i, (got, want)) in gpu.get(table).iter().zip(&want).enumerate() {
                 assert!(
-                    (got - f64::from(*want)).abs() <= 1.3e-7 * largest,
+                    (got - f64::from(*want)).abs() <= tolerance * largest,
                     "{scaling:?} {head_dim} [{i}]: {got} for {want}"
                 );
             }

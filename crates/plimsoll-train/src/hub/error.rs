@@ -261,7 +261,7 @@ impl From<HubError> for Failure {
             HubError::Status { status: 500.., .. } => failure.hint("the hub has a fault: give the command again later"),
             HubError::Status { .. } | HubError::BadReply { .. } => failure.hint("check HF_ENDPOINT"),
             HubError::NoSpace { .. } => failure
-                .hint("free disk space; hf cache scan lists what the cache holds")
+                .hint("free disk space, for example with hf cache")
                 .hint("or keep the cache on another disk: HF_HOME=/path"),
             HubError::CutOff { .. } => failure.hint("give the command again: the download resumes where it broke off"),
             HubError::WrongChecksum { .. } => failure

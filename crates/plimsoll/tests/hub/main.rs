@@ -258,7 +258,7 @@ fn files_larger_than_the_disk_are_not_begun() {
     hub.put_trained_model();
     hub.server.state_bytes(MODEL, 1 << 60);
     let refusal = hub.run(&[], &train(&[])).refusal(2);
-    let says = ["error: model.path: hub:acme/tiny: ", " GiB are to be downloaded, and the disk of ", "HF_HOME=/path"];
+    let says = ["error: model.path: hub:acme/tiny: ", " TiB are to be downloaded, and the disk of ", "HF_HOME=/path"];
     assert!(says.iter().all(|says| refusal.contains(says)), "{refusal}");
     let requested = hub.requested_files();
     assert!(!requested.iter().any(|file| file.ends_with(".safetensors")), "{requested:?}");

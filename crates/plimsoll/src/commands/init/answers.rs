@@ -147,9 +147,14 @@ fn init_of(model: &str) -> Result<Init, Failure> {
 /// # Errors
 /// Data that cannot be fetched or read, or have nothing to predict.
 pub fn inspect_data(data: &[String], vocab: Option<u64>) -> Result<DataSummary, Failure> {
-    let settings = ["model.preset=1b".to_owned(), list_setting("data.train", data)];
-    let request = with_hub_files(RunConfig::from_settings(&settings)?.into(), HubNeed::Data, false)?;
-    let summary = inspect(&request.config.data.train, vocab)?;
+    let summary = match data.iter().any(|data| data.starts_with(HUB_PREFIX)) {
+        true => {
+            let settings = ["model.preset=1b".to_owned(), list_setting("data.train", data)];
+            let request = with_hub_files(RunConfig::from_settings(&settings)?.into(), HubNeed::Data, false)?;
+            inspect(&request.config.data.train, vocab)?
+        }
+        false => inspect(data, vocab)?,
+    };
     if summary.documents == 0 && summary.is_complete {
         return Err(Failure::input("the data have no document with something to predict")
             .hint("a document has two tokens or more"));
