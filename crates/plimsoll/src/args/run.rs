@@ -302,7 +302,7 @@ pub struct SweepArgs {
     pub devices: Option<String>,
     /// Memory limit of each device, an amount (6GiB) or a share of the free memory (90%) [default: 90%]
     #[arg(long, value_name = "SIZE|SHARE", help_heading = "Devices and memory")]
-    budget: Option<String>,
+    pub budget: Option<String>,
     #[arg(
         long,
         value_name = "RUNGS",
