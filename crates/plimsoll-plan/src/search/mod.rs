@@ -60,14 +60,17 @@ const MAX_NEIGHBORS: usize = 40;
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
 /// have it.
 fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
-    let request = measurer.request;
-    let offload = request.pins.offload.unwrap_or_default();
-    let mut list: Vec<Candidate> =
-        micro_batches.iter().flat_map(|&micro_batch| candidates_with_offload(measurer, micro_batch, offload)).collect();
-    if request.pins.offload.is_none() {
+    let mut list = candidates_with_one_choice(measurer, micro_batches);
+    if measurer.request.pins.offload.is_none() {
         offload::add_candidates(measurer, micro_batches, &mut list);
     }
     list
+}
+
+/// Returns recipes with each micro-batch size and the pinned offload choice; without offload if none is pinned.
+fn candidates_with_one_choice(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
+    let offload = measurer.request.pins.offload.unwrap_or_default();
+    micro_batches.iter().flat_map(|&micro_batch| candidates_with_offload(measurer, micro_batch, offload)).collect()
 }
 
 /// Returns recipes with one micro-batch size and one offload choice, with bounds on their bytes and predicted seconds.

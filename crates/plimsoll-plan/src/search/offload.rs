@@ -23,6 +23,8 @@ const MAX_LAYERS_IN_TEAM: usize = 256;
 const MIN_MEASURED_IN_TEAM: usize = 8;
 /// Most recipes that a search for the smallest recipe packs until one fits.
 const MAX_PACKED: usize = 64;
+/// Fraction of the arena below which the lower bound of the smallest recipe counts as proof that it fits.
+const CLEARLY_BELOW: f64 = 0.75;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
 /// be built.
 const MIN_GAIN: f64 = 0.0005;
@@ -357,6 +359,21 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
     })
 }
 
+/// Returns whether any of the small recipes probably fits by its lower bounds. None is packed. If the result is false, no
+/// recipe fits.
+pub(super) fn may_fit(measurer: &Measurer) -> bool {
+    let bound = measurer.request.device.arena_budget().0.saturating_add(1);
+    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
+    let small = SmallRecipes::below(measurer, Space::Device, &fits_on_host, bound);
+    let Some(first) = small.recipes.first() else { return false };
+    if (first.min_bytes.device as f64) < CLEARLY_BELOW * bound as f64 {
+        return true;
+    }
+    // If any fits, the first mostly does.
+    measurer.fits(&measurer.candidate(small.recipe(measurer, first)))
+        || small.least(measurer, &fits_on_host, &HashSet::new()).is_some()
+}
+
 /// Returns the recipe that fits on the device with the fewest bytes of the host, or of the scratch file. Returns `None` if
 /// no recipe fits, or if each needs `bound` bytes or more. The recipe is packed.
 pub(super) fn least_in_space(measurer: &Measurer, space: Space, bound: u64) -> Option<Candidate> {
@@ -396,8 +413,90 @@ fn smaller_variants(measurer: &Measurer, choice: Offload) -> [Offload; 2] {
 struct SmallRecipe {
     min_bytes: PerSpace<u64>,
     offload: Offload,
-    /// Index in the result of `small_recompute_levels`: the recompute levels of the recipe.
+    /// Index in [`SmallRecipes::levels`].
     level: usize,
+}
+
+/// Recipes that may need fewer than `bound` bytes in a space, in the order of their lower bounds.
+struct SmallRecipes {
+    space: Space,
+    bound: u64,
+    micro_batch: u32,
+    /// The result of [`small_recompute_levels`].
+    levels: Vec<Vec<RecomputeLevel>>,
+    /// For each of `levels`, the bytes on the device above the resident bytes, without offload.
+    transient: Vec<u64>,
+    recipes: Vec<SmallRecipe>,
+}
+
+impl SmallRecipes {
+    /// Finds the recipes with lower bounds that satisfy `fits` and are below `bound` bytes in `space`.
+    fn below(measurer: &Measurer, space: Space, fits: &dyn Fn(PerSpace<u64>) -> bool, bound: u64) -> SmallRecipes {
+        let micro_batch = measurer.request.micro_batch_sizes()[0];
+        let levels = small_recompute_levels(measurer, micro_batch);
+        let transient: Vec<u64> =
+            levels.iter().map(|levels| measurer.transient_bytes_without_offload(micro_batch, levels)).collect();
+        let mut recipes: Vec<SmallRecipe> = Vec::new();
+        for offload in choices_with_update(measurer).filter(|choice| resident_bytes_fit(measurer, *choice)) {
+            let resident = measurer.resident(offload).spaces;
+            recipes.extend(transient.iter().enumerate().map(|(level, transient)| {
+                let device = measurer.min_device_bytes(micro_batch, *transient, offload);
+                SmallRecipe { min_bytes: PerSpace { device, ..resident }, offload, level }
+            }));
+        }
+        recipes.retain(|recipe| recipe.min_bytes.get(space) < bound && fits(recipe.min_bytes));
+        // An update on the device never needs less device memory: it helps only if the host lacks memory for its own
+        // update.
+        recipes.sort_by_key(|SmallRecipe { min_bytes, offload, level }| {
+            (min_bytes.get(space), offload.optimizer, !offload.update, *level)
+        });
+        SmallRecipes { space, bound, micro_batch, levels, transient, recipes }
+    }
+
+    fn recipe(&self, measurer: &Measurer, small: &SmallRecipe) -> Recipe {
+        self.recipe_of(measurer, small.level, small.offload)
+    }
+
+    fn recipe_of(&self, measurer: &Measurer, level: usize, offload: Offload) -> Recipe {
+        measurer.request.recipe(self.micro_batch, self.levels[level].clone(), offload)
+    }
+
+    /// Returns the recipe with the fewest bytes whose lower bounds satisfy `fits`, apart from those in `excluded`.
+    fn least(
+        &self,
+        measurer: &Measurer,
+        fits: &dyn Fn(PerSpace<u64>) -> bool,
+        excluded: &HashSet<Recipe>,
+    ) -> Option<Candidate> {
+        let predicted_from_full_recompute = |offload: Offload, level: usize| {
+            let full = measurer.known_bytes(&self.recipe_of(measurer, 0, offload))?;
+            Some(predict_from_full_recompute(full, self.transient[0], self.transient[level]))
+        };
+        let (mut least, mut found) = (self.bound, None);
+        for small in &self.recipes {
+            let SmallRecipe { min_bytes, offload, level } = *small;
+            if min_bytes.get(self.space) >= least {
+                break;
+            }
+            let recipe = self.recipe(measurer, small);
+            let is_too_large = |bytes: PerSpace<u64>| bytes.get(self.space) >= least || !fits(bytes);
+            let known = measurer.known_bytes(&recipe).or_else(|| predicted_from_full_recompute(offload, level));
+            if known.is_some_and(is_too_large) || excluded.contains(&recipe) {
+                continue;
+            }
+            let variants = smaller_variants(measurer, offload).into_iter().filter(|variant| *variant != offload);
+            let mut variants =
+                variants.filter_map(|variant| measurer.known_bytes(&self.recipe_of(measurer, level, variant)));
+            if self.space == Space::Device && variants.any(|bytes| bytes.device >= least) {
+                continue;
+            }
+            let candidate = measurer.candidate(recipe);
+            if !is_too_large(candidate.bytes) && measurer.file_staging_fits(&candidate.recipe, fits) {
+                (least, found) = (candidate.bytes.get(self.space), Some(candidate));
+            }
+        }
+        found
+    }
 }
 
 /// Returns the recipe with the fewest bytes in a space. The lower bounds of the recipe must satisfy `fits`, and its
@@ -410,55 +509,10 @@ fn smallest_in_space(
     bound: Option<u64>,
     packs: &dyn Fn(&Candidate) -> bool,
 ) -> Option<Candidate> {
-    let request = measurer.request;
-    let micro_batch = request.micro_batch_sizes()[0];
-    let levels = small_recompute_levels(measurer, micro_batch);
-    let transient: Vec<u64> =
-        levels.iter().map(|levels| measurer.transient_bytes_without_offload(micro_batch, levels)).collect();
-    let recipe_of = |level: usize, offload: Offload| request.recipe(micro_batch, levels[level].clone(), offload);
-    let bound = bound.unwrap_or(u64::MAX);
-    let mut recipes: Vec<SmallRecipe> = Vec::new();
-    for offload in choices_with_update(measurer).filter(|choice| resident_bytes_fit(measurer, *choice)) {
-        let resident = measurer.resident(offload).spaces;
-        recipes.extend(transient.iter().enumerate().map(|(level, transient)| {
-            let device = measurer.min_device_bytes(micro_batch, *transient, offload);
-            SmallRecipe { min_bytes: PerSpace { device, ..resident }, offload, level }
-        }));
-    }
-    recipes.retain(|recipe| recipe.min_bytes.get(space) < bound && fits(recipe.min_bytes));
-    // An update on the device never needs less device memory: it helps only if the host lacks memory for its own
-    // update.
-    recipes.sort_by_key(|SmallRecipe { min_bytes, offload, level }| {
-        (min_bytes.get(space), offload.optimizer, !offload.update, *level)
-    });
-    let predicted_from_full_recompute = |offload: Offload, level: usize| {
-        let full = measurer.known_bytes(&recipe_of(0, offload))?;
-        Some(predict_from_full_recompute(full, transient[0], transient[level]))
-    };
+    let small = SmallRecipes::below(measurer, space, fits, bound.unwrap_or(u64::MAX));
     let mut does_not_pack = HashSet::new();
     while does_not_pack.len() < MAX_PACKED {
-        let (mut least, mut found) = (bound, None);
-        for &SmallRecipe { min_bytes, offload, level } in &recipes {
-            if min_bytes.get(space) >= least {
-                break;
-            }
-            let recipe = recipe_of(level, offload);
-            let is_too_large = |bytes: PerSpace<u64>| bytes.get(space) >= least || !fits(bytes);
-            let known = measurer.known_bytes(&recipe).or_else(|| predicted_from_full_recompute(offload, level));
-            if known.is_some_and(is_too_large) || does_not_pack.contains(&recipe) {
-                continue;
-            }
-            let variants = smaller_variants(measurer, offload).into_iter().filter(|variant| *variant != offload);
-            let mut variants = variants.filter_map(|variant| measurer.known_bytes(&recipe_of(level, variant)));
-            if space == Space::Device && variants.any(|bytes| bytes.device >= least) {
-                continue;
-            }
-            let candidate = measurer.candidate(recipe);
-            if !is_too_large(candidate.bytes) && measurer.file_staging_fits(&candidate.recipe, fits) {
-                (least, found) = (candidate.bytes.get(space), Some(candidate));
-            }
-        }
-        let found = found?;
+        let found = small.least(measurer, fits, &does_not_pack)?;
         if packs(&found) {
             return Some(found);
         }

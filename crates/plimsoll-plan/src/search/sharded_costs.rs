@@ -4,7 +4,7 @@
 use super::measure::{Candidate, MeasurementCache, Measurer};
 use super::plan_request::FilePrograms;
 use super::residency::resident_tensors;
-use super::{PlanRequest, candidates, offload};
+use super::{PlanRequest, candidates_with_one_choice, offload};
 use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
 use plimsoll_program::models::ModelConfig;
 use plimsoll_program::{Program, ProgramKind, ProgramSet, Share};
@@ -202,7 +202,15 @@ fn smallest_that_fits(measurer: &Measurer) -> Option<Candidate> {
 fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Option<Candidate> {
     let measurer = Measurer::with_cache(request, cache);
     let fits = |candidate: &Candidate| measurer.fits(candidate);
-    let found = candidates(&measurer, &request.micro_batch_sizes());
+    let micro_batches = request.micro_batch_sizes();
+    let mut found = candidates_with_one_choice(&measurer, &micro_batches);
+    if request.pins.offload.is_none() {
+        // Offload choices are slow to measure, so the smallest recipe is found, or ruled out, before.
+        if !found.iter().any(fits) && !offload::may_fit(&measurer) {
+            return None;
+        }
+        offload::add_candidates(&measurer, &micro_batches, &mut found);
+    }
     let fastest = found.into_iter().filter(fits).min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
     fastest.or_else(|| smallest_that_fits(&measurer))
 }

@@ -178,6 +178,11 @@ impl<'a> TeamRequest<'a> {
         self.first_alike(one) == self.first_alike(other)
     }
 
+    /// Returns whether all devices have a part in `outcome`, or need not have one.
+    fn takes_all_required(&self, outcome: &TeamOutcome) -> bool {
+        !self.require_all || outcome.workers.len() == self.devices.len()
+    }
+
     /// Returns the number of tokens of a step, padding included.
     fn tokens_per_step(&self) -> f64 {
         self.devices.first().map_or(0.0, |request| (request.sequences * request.sequence) as f64)

@@ -9,7 +9,7 @@ use super::measurements::Measurements;
 use super::packed::pack_fastest;
 use super::pipeline::Pipeline;
 use super::sharded::Sharded;
-use super::{TeamOutcome, TeamRequest, best_team, data_parallel, devices_that_fit_alone};
+use super::{TeamOutcome, TeamRequest, best_team, data_parallel, devices_that_fit_alone, find_fitting};
 use crate::search::{PinnedChoices, RecipeGoal, join, lossy_option_sets};
 use plimsoll_core::{Bytes, DeviceSpec, FileSpec, HostSpec, Parallelism, Plan, Remedy, Rung};
 
@@ -88,6 +88,19 @@ fn any_team_fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements
     let allowed: Vec<Rung> = first.lossy.allow.iter().chain(allow).copied().collect();
     let sets = lossy_option_sets(first, &allowed).into_iter().rev();
     sets.into_iter().any(|rungs| best_team(team, &rungs, measurements).is_some())
+}
+
+/// Returns whether the search for a plan finds a team with all devices that have to take part. The last resort of that
+/// search is tried first: it is found much sooner than the fastest team.
+pub(super) fn any_team_is_found(team: &TeamRequest, measurements: &Measurements) -> bool {
+    let first = &team.devices[0];
+    let takes_all_required = |outcome: TeamOutcome| team.takes_all_required(&outcome);
+    let last_resort = |rungs: &Vec<Rung>| {
+        single_sequence_team_with(team, rungs, RecipeGoal::LeastMemory, measurements).is_some_and(takes_all_required)
+    };
+    // Most loss first: it usually needs the least.
+    lossy_option_sets(first, &first.lossy.allow).iter().rev().any(last_resort)
+        || find_fitting(team, measurements).is_some_and(takes_all_required)
 }
 
 /// Returns whether one device, or a team of several, fits with `rungs` taken.

@@ -5,6 +5,7 @@
 
 use super::exclusion::slowdown_reason;
 use super::measurements::Measurements;
+use super::needs::any_team_is_found;
 use super::{TeamOutcome, TeamRequest, data_parallel, find_fitting};
 use crate::bisection;
 use crate::device_request::DevicesRequest;
@@ -43,6 +44,19 @@ struct RatedChange {
 impl Change {
     /// Plans the team under the change; `None` if it does not fit.
     fn plan(&self, team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
+        self.apply(team, |changed| {
+            let outcome = find_fitting(changed, measurements)?;
+            changed.takes_all_required(&outcome).then_some(outcome)
+        })
+    }
+
+    /// Returns whether the team fits under the change. It is known sooner than the fastest plan.
+    fn fits(&self, team: &TeamRequest, measurements: &Measurements) -> bool {
+        self.apply(team, |changed| any_team_is_found(changed, measurements))
+    }
+
+    /// Calls `then` with the changed team.
+    fn apply<T>(&self, team: &TeamRequest, then: impl FnOnce(&TeamRequest) -> T) -> T {
         let changed_spec = |(number, request): (usize, &PlanRequest)| {
             let budget = self.budgets.get(&number).copied();
             DeviceSpec { budget: budget.unwrap_or(request.device.budget), ..request.device.clone() }
@@ -53,16 +67,13 @@ impl Change {
             lossy.allow.extend(self.allow.iter().filter(|rung| !request.lossy.allow.contains(rung)));
             PlanRequest { device, lossy, ..request.clone() }
         };
-        let require_all = team.require_all || self.require_all;
-        let changed = TeamRequest {
+        then(&TeamRequest {
             devices: team.devices.iter().zip(&specs).map(changed_request).collect(),
             host: team.host,
-            require_all,
+            require_all: team.require_all || self.require_all,
             constraint: team.constraint.clone(),
             evaluations: None,
-        };
-        let outcome = find_fitting(&changed, measurements)?;
-        (!require_all || outcome.workers.len() == team.devices.len()).then_some(outcome)
+        })
     }
 
     /// Plans the team under the change, and returns the change with the team's tokens per second. Returns `None` if the
@@ -229,7 +240,10 @@ fn need_for_all(team: &TeamRequest, first: &DevicePlan, need: &Remedy, measureme
         Some((number, *budget))
     };
     let raised = team.devices.iter().enumerate().filter_map(raised).collect();
-    Change { budgets: raised, allow: need.allow.clone(), require_all: true }.plan(team, measurements)?;
+    let change = Change { budgets: raised, allow: need.allow.clone(), require_all: true };
+    if !change.fits(team, measurements) {
+        return None;
+    }
     let mut others = budgets;
     let budget_bytes = others.get(&first.name).copied().unwrap_or(first.budget_bytes);
     if team.devices.iter().filter(|request| request.device.name == first.name).count() == 1 {
@@ -274,7 +288,7 @@ fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy, mea
     let is_enough = |step: u64| {
         let lower = |(number, budget): (usize, Bytes)| (number, budget.saturating_sub(PROCESS_VARIATION));
         let budgets = budgets_at(step).into_iter().map(lower).collect();
-        Change { budgets, require_all: true, ..Change::default() }.plan(team, measurements).is_some()
+        Change { budgets, require_all: true, ..Change::default() }.fits(team, measurements)
     };
     // The lines of the need itself are enough.
     let budgets = budgets_at(bisection::smallest(1..LINE_STEPS, 0, is_enough));
