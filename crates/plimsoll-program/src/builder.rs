@@ -4,8 +4,8 @@ use crate::op::{Op, OpKind};
 use crate::program::ProgramSet;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
 use crate::workspace::Kernels;
+use foldhash::HashMap;
 use plimsoll_core::{Category, DType, Space};
-use std::collections::HashMap;
 
 /// A [`ProgramSet`] under construction. Its methods add tensors to the set. They only return ops, which the caller puts
 /// into a Program.
@@ -23,7 +23,7 @@ pub struct Builder {
 impl Builder {
     /// Creates a builder with an empty set.
     pub fn new(precision: DType, kernels: Kernels) -> Builder {
-        Builder { set: ProgramSet::default(), precision, kernels, names: HashMap::new() }
+        Builder { set: ProgramSet::default(), precision, kernels, names: HashMap::default() }
     }
 
     /// Adds a tensor to the set.

@@ -11,7 +11,7 @@
 use crate::builder::{Builder, Product};
 use crate::op::{Op, OpKind};
 use crate::tensor::{Index, Operand, TensorId};
-use std::collections::HashMap;
+use foldhash::HashMap;
 
 /// The backward pass of one block (such as a layer) under construction: the ops so far, and the tensors that hold the
 /// gradients of forward values. It runs when Programs are built, unlike an autograd tape.
@@ -45,13 +45,13 @@ impl<'a> Tape<'a> {
         weight_gradients: &'a HashMap<TensorId, TensorId>,
         forward: &[Op],
     ) -> Tape<'a> {
-        let mut dequantizers: HashMap<TensorId, Vec<Op>> = HashMap::new();
+        let mut dequantizers: HashMap<TensorId, Vec<Op>> = HashMap::default();
         for op in forward {
             if let OpKind::Dequantize { into, .. } = &op.kind {
                 dequantizers.entry(into.tensor).or_default().push(op.clone());
             }
         }
-        let (gradients, reserved, ops) = (HashMap::new(), HashMap::new(), Vec::new());
+        let (gradients, reserved, ops) = (HashMap::default(), HashMap::default(), Vec::new());
         Tape { builder, gradients, reserved, weight_gradients, dequantizers, ops }
     }
 
@@ -374,7 +374,7 @@ mod tests {
 
     /// Builds a frozen layer with a residual and with adapters on two column ranges, one of them behind dropout.
     fn layer(builder: &mut Builder) -> (Vec<Op>, HashMap<&'static str, TensorId>) {
-        let mut names = HashMap::new();
+        let mut names = HashMap::default();
         let mut add = |builder: &mut Builder, name: &'static str, dims: &[u64]| {
             let id = builder.on_device(name, dims, DType::F64, Category::Weight, crate::Lifetime::Persistent, 1);
             names.insert(name, id);
@@ -427,7 +427,7 @@ mod tests {
     fn adapter_gradients_match_finite_differences() {
         let mut builder = Builder::new(DType::F64, Kernels::Cuda);
         let (ops, names) = layer(&mut builder);
-        let mut gradients = HashMap::new();
+        let mut gradients = HashMap::default();
         for name in ["a1", "b1", "a2", "b2"] {
             gradients.insert(names[name], builder.copy_of(names[name], format!("{name}.sum")));
         }
@@ -443,7 +443,7 @@ mod tests {
         assert!(builder.find("codes.gradient").is_none());
 
         let number = |i: usize, of: usize| ((i * 37 + of * 101) % 23) as f64 / 11.0 - 1.0;
-        let mut values = HashMap::new();
+        let mut values = HashMap::default();
         for (of, name) in ["x", "codes", "residual", "a1", "b1", "a2", "b2"].into_iter().enumerate() {
             let elements = builder.set.tensor(names[name]).elements() as usize;
             values.insert(names[name], (0..elements).map(|i| number(i, of)).collect::<Vec<_>>());

@@ -4,9 +4,9 @@
 use crate::op::operands::operands;
 use crate::op::{Op, OpKind};
 use crate::tensor::{Tensor, TensorId};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Space, WorkKind};
 use serde::{Deserialize, Serialize};
-use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 /// A part of a Program that runs `repeat` times: a transformer layer, or a piece of a large tensor.
@@ -234,7 +234,7 @@ impl ProgramSet {
     /// Removes the Programs for which `wanted` is false, and phases without Programs.
     pub fn retain_programs(&mut self, wanted: impl Fn(&Program) -> bool) {
         let programs = std::mem::take(&mut self.programs);
-        let mut new_indices: HashMap<usize, usize> = HashMap::new();
+        let mut new_indices: HashMap<usize, usize> = HashMap::default();
         for (number, program) in programs.into_iter().enumerate().filter(|(_, program)| wanted(program)) {
             new_indices.insert(number, self.programs.len());
             self.programs.push(program);
@@ -253,7 +253,7 @@ impl ProgramSet {
     /// Returns the file tensors that a Program reads or writes, each once, in the order of its ops. A file tensor
     /// stands for a tensor in a file of a model or checkpoint. Empty if the set has no such Program.
     pub fn files(&self, program: ProgramKind) -> Vec<&Tensor> {
-        let mut seen = HashSet::new();
+        let mut seen = HashSet::default();
         let mut files = Vec::new();
         for op in self.program(program).iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops) {
             let OpKind::TransferStart { from, to, .. } = &op.kind else { continue };

@@ -9,8 +9,8 @@
 use crate::op::{Access, Collective, Mode, Op, OpKind, Queue, mistyped_operand};
 use crate::program::{Phase, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Lifetime, Operand, TensorId};
+use foldhash::HashSet;
 use plimsoll_core::{DType, Space};
-use std::collections::HashSet;
 
 /// The reason why a set of Programs is malformed and must not run: a fault of the code that built it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -141,7 +141,7 @@ struct PhaseChecker<'a> {
 
 impl<'a> PhaseChecker<'a> {
     fn new(set: &'a ProgramSet) -> PhaseChecker<'a> {
-        PhaseChecker { set, written: HashSet::new(), open: Vec::new(), in_flight: Vec::new() }
+        PhaseChecker { set, written: HashSet::default(), open: Vec::new(), in_flight: Vec::new() }
     }
 
     fn check(&mut self, phase: &Phase) -> Result<(), MalformedProgram> {

@@ -7,7 +7,7 @@
 use crate::builder::Builder;
 use crate::op::{Mode, Op};
 use crate::tensor::TensorId;
-use std::collections::{HashMap, HashSet};
+use foldhash::{HashMap, HashSet};
 
 /// Name suffix of the tensors into which a backward pass recomputes dropped activations.
 pub const RECOMPUTED_SUFFIX: &str = ".recomputed";
@@ -19,7 +19,7 @@ pub const RECOMPUTED_SUFFIX: &str = ".recomputed";
 /// keep. A recomputed tensor has the name of the original with [`RECOMPUTED_SUFFIX`]. All calls share these tensors, so
 /// that layers of different recompute levels use the same ones.
 pub fn recompute(builder: &mut Builder, forward: &[Op], backward: &[Op], dropped: &HashSet<TensorId>) -> Vec<Op> {
-    let (recomputed, done) = (HashMap::new(), HashSet::new());
+    let (recomputed, done) = (HashMap::default(), HashSet::default());
     let mut recomputer = Recomputer { builder, forward, dropped, recomputed, done, ops: Vec::new() };
     for op in backward {
         recomputer.push_backward(op);

@@ -18,8 +18,9 @@ use crate::op::{Mode, Op, OpKind, Queue};
 use crate::passes::offload::{HOST_SUFFIX, elementwise_count, slice_of};
 use crate::program::{Block, ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Category, DType, ScratchOffload, Space};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::BTreeMap;
 
 /// Largest number of elements of a window (a buffer between file and device): enough for the full rate of a disk, and
 /// small beside a layer.
@@ -38,7 +39,7 @@ pub(super) const FILE_SUFFIX: &str = ".file";
 /// few buffers in memory space `memory`: the host, or the device if it is a CPU. In the second case all other host
 /// tensors move to the device space as well.
 pub fn move_to_scratch_file(mut set: ProgramSet, layers: u32, in_file: ScratchOffload, memory: Space) -> ProgramSet {
-    let mut scratch = ScratchFile { memory, placements: HashMap::new() };
+    let mut scratch = ScratchFile { memory, placements: HashMap::default() };
     if !in_file.is_nothing() {
         scratch.place_in_file(&mut set, layers, in_file);
     }
@@ -190,7 +191,7 @@ impl ProgramRewriter<'_> {
             _ => None,
         });
         let sequence = sequences.max().unwrap_or(0);
-        let (rings, completed) = (BTreeMap::new(), HashSet::new());
+        let (rings, completed) = (BTreeMap::new(), HashSet::default());
         let mut rewriter = ProgramRewriter { scratch, set, program, rings, completed, sequence, ops: vec![] };
         let mut blocks = Vec::new();
         for block in rolled {

@@ -10,8 +10,8 @@ use crate::passes::recompute::recompute;
 use crate::program::{Block, ProgramKind};
 use crate::scalars::METRIC_COUNT;
 use crate::tensor::{Operand, Tensor, TensorId};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Category, DType, RecomputeLevel, WorkKind};
-use std::collections::{HashMap, HashSet};
 
 /// Name of the tensor with the gradient of the residual stream in a backward pass; all layers share it.
 pub(crate) const RESIDUAL_GRADIENT: &str = "train.stream.gradient";
@@ -54,7 +54,7 @@ impl Decoder<'_> {
         let labels = self.labels("train.", rows);
         let forward = self.forward_over_batch("train.", &inputs, true);
 
-        let mut gradients = HashMap::new();
+        let mut gradients = HashMap::default();
         for id in self.trained_weights() {
             let gradient = self.add_companion(id, "gradient", Category::Gradient);
             gradients.insert(id, gradient);

@@ -8,8 +8,8 @@ use crate::builder::{Builder, Product};
 use crate::op::{Heads, Op, OpKind};
 use crate::program::Block;
 use crate::tensor::{Index, Operand, TensorId};
+use foldhash::HashMap;
 use plimsoll_core::{Category, DType, RecomputeLevel};
-use std::collections::HashMap;
 use std::mem;
 use std::ops::Range;
 
@@ -413,7 +413,7 @@ impl Decoder<'_> {
             OpKind::Embed { tokens, table, out, rows, hidden: d, vocab: config.vocab, scale }.into()
         });
         let layer_inputs = self.layer_inputs(prefix, rows, inputs);
-        let (ops, partial, dropped_from, adapter_inputs) = (vec![], vec![], HashMap::new(), HashMap::new());
+        let (ops, partial, dropped_from, adapter_inputs) = (vec![], vec![], HashMap::default(), HashMap::default());
         let mut layer =
             Layer { decoder: &mut *self, prefix, rows, ops, partial, dropped_from, dropout, adapter_inputs };
         layer.write(hidden, &layer_inputs, attention);

@@ -7,8 +7,8 @@ use crate::formats::{NF4_BLOCK, NF4_GROUP, NF4_PIECE};
 use crate::models::Target;
 use crate::op::{Op, OpKind, Quantized};
 use crate::tensor::{Index, Operand, TensorId};
+use foldhash::HashMap;
 use plimsoll_core::{Category, DType, RecomputeLevel};
-use std::collections::HashMap;
 
 /// A matrix `[rows, columns]` of every layer, such as the fused one of queries, keys and values, and its storage.
 pub(super) struct Matrix {

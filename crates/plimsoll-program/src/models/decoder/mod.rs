@@ -39,8 +39,8 @@ use crate::program::{Block, Phase, Program, ProgramKind, ProgramSet};
 use crate::scalars::{METRIC_COUNT, METRICS, SCALAR_COUNT, SCALARS};
 use crate::tensor::{Operand, Tensor, TensorId};
 use crate::workspace::Kernels;
+use foldhash::HashMap;
 use plimsoll_core::{Category, DType, RecomputeLevel, WorkKind};
-use std::collections::HashMap;
 use std::ops::Range;
 
 pub(crate) use self::backward::RESIDUAL_GRADIENT;
@@ -403,7 +403,7 @@ impl<'a> Decoder<'a> {
             options.method.lora().map_or(vec![], |lora| lora.adapters(b, config, own_layers, options.precision));
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
-        let masters = HashMap::new();
+        let masters = HashMap::default();
         let mut decoder =
             Decoder { options, builder, weights, adapters, masters, scalars, metrics, shape, table_rows, key_shift };
         if options.training.is_some() && options.precision != wide {

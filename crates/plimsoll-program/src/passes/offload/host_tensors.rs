@@ -7,8 +7,9 @@ use crate::op::operands::{operands, operands_mut};
 use crate::op::{Access, Accesses, Mode, Op, OpKind};
 use crate::program::{ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Category, Offload, Space};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::BTreeMap;
 
 /// The tensor in host memory to which the first slots (layers) of a device tensor have moved. The other slots stay on
 /// the device, renumbered from 0.
@@ -46,7 +47,7 @@ impl Offloader {
     /// Creates the state for `set` with all tensors on the device.
     pub(super) fn new(set: ProgramSet, host_updates: bool) -> Offloader {
         let placements = vec![None; set.tensors.len()];
-        let (host_staging, zeroed_in_backward) = (HashMap::new(), HashSet::new());
+        let (host_staging, zeroed_in_backward) = (HashMap::default(), HashSet::default());
         Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
     }
 
@@ -152,7 +153,7 @@ impl Offloader {
     /// fetching them. Excludes the embedding's gradient if the host adds to it before the device does.
     pub(super) fn zero_gradients_in_backward(&mut self) {
         let Some(backward) = self.set.program(ProgramKind::Backward) else { return };
-        let mut seen = HashSet::new();
+        let mut seen = HashSet::default();
         for op in backward.blocks.iter().flat_map(|block| &block.ops) {
             for operand in operands(op).filter(|operand| seen.insert(operand.tensor)) {
                 let is_gradient = self.set.tensor(operand.tensor).category == Category::Gradient;

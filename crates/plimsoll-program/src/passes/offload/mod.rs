@@ -37,8 +37,8 @@ use crate::op::{Op, OpKind};
 use crate::passes::scratch_file::FILE_SUFFIX;
 use crate::program::{Block, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Lifetime, Tensor, TensorId};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Offload, WorkKind};
-use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
 
 /// Smallest and largest number of elements of a piece. The optimizer update moves offloaded tensors through the device
@@ -71,7 +71,7 @@ pub struct TensorOrigin<'a> {
 /// Two plans may offload different layers. When a run changes its plan, origins tell which tensors and slots hold the
 /// same values in both.
 pub fn tensor_origins(set: &ProgramSet) -> Vec<TensorOrigin<'_>> {
-    let mut slots_before: HashMap<&str, [u32; 3]> = HashMap::new();
+    let mut slots_before: HashMap<&str, [u32; 3]> = HashMap::default();
     for tensor in &set.tensors {
         if let Some((length, part)) = part_of(tensor) {
             let counts = slots_before.entry(&tensor.name[..length]).or_default();
@@ -167,9 +167,9 @@ impl ProgramRewriter<'_> {
             program,
             work,
             rings: Vec::new(),
-            ring_of: HashMap::new(),
-            host_copies: HashMap::new(),
-            zeroed: HashSet::new(),
+            ring_of: HashMap::default(),
+            host_copies: HashMap::default(),
+            zeroed: HashSet::default(),
             sequence: 0,
             blocks: Vec::new(),
             ops: Vec::new(),

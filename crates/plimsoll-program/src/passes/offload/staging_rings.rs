@@ -8,8 +8,9 @@ use crate::op::operands::operands_mut;
 use crate::op::{Mode, Op, OpKind, Queue};
 use crate::program::Block;
 use crate::tensor::{Index, Lifetime, Operand, TensorId};
+use foldhash::HashSet;
 use plimsoll_core::{Category, Space, WorkKind};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 
 /// An occupied buffer of a staging ring: it holds a region (a range of an offloaded tensor).
 #[derive(Clone, Copy)]

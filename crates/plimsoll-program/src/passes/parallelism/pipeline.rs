@@ -23,8 +23,8 @@ use crate::op::{Collective, Mode, Op, OpKind};
 use crate::program::{Block, ProgramKind, ProgramSet};
 use crate::share::Share;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+use foldhash::HashSet;
 use plimsoll_core::{Category, Space};
-use std::collections::HashSet;
 
 /// Rank of the first stage.
 const FIRST_STAGE: u32 = 0;
@@ -216,7 +216,7 @@ impl Stage<'_> {
 
     /// Returns the activations that the backward pass reads before it writes them: those from the forward pass.
     fn tensors_kept_for_backward(&self) -> HashSet<TensorId> {
-        let (mut written, mut kept) = (HashSet::new(), HashSet::new());
+        let (mut written, mut kept) = (HashSet::default(), HashSet::default());
         let Some(backward) = self.set.program(ProgramKind::Backward) else { return kept };
         for (op, variable) in backward.trace() {
             let accesses = op.accesses(&|id| self.set.tensor(id).elements());

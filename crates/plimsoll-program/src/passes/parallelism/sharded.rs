@@ -19,8 +19,9 @@ use crate::op::{Collective, Exchange, ExchangeRange, Mode, Op, OpKind};
 use crate::program::{Block, Program, ProgramSet};
 use crate::share::Share;
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId};
+use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Category, Offload, Recipe, Space, WorkKind};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// Number of layers whose gathered weights are in buffers at once: the layer at work and the next one.
@@ -61,7 +62,7 @@ struct Shard {
 /// without quantized matrices and the rotary table.
 fn shards(set: &ProgramSet, share: &Share) -> HashMap<TensorId, Shard> {
     let ops = set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
-    let mut unsplit: HashSet<TensorId> = HashSet::new();
+    let mut unsplit: HashSet<TensorId> = HashSet::default();
     for op in ops {
         match &op.kind {
             OpKind::Rope { table, .. } | OpKind::RopeTable { table, .. } => unsplit.extend([table.tensor]),
@@ -189,7 +190,7 @@ impl Sharder<'_> {
     /// Adds a buffer for each split tensor that the units use: for gathered weights, or for gradients before their
     /// reduce-scatter. Returns the buffers by split tensor.
     fn add_buffers(&mut self, program: &Program, units: &[ComputeUnit]) -> HashMap<TensorId, TensorId> {
-        let mut buffers: HashMap<TensorId, TensorId> = HashMap::new();
+        let mut buffers: HashMap<TensorId, TensorId> = HashMap::default();
         for used in units.iter().flat_map(|unit| unit.weights.iter().chain(&unit.gradients)) {
             buffers.entry(used.tensor).or_insert_with(|| {
                 let like = &self.unsharded[used.tensor.0 as usize];
@@ -211,7 +212,7 @@ impl Sharder<'_> {
     fn computing_blocks(&mut self, program: &Program) -> Vec<Block> {
         let mut units = self.compute_units(program);
         let buffers = self.add_buffers(program, &units);
-        let zeroed = HashSet::new();
+        let zeroed = HashSet::default();
         let mut walker =
             UnitWalker { sharder: self, buffers, zeroed, sequence: 0, pending_gather: None, pending_scatter: None };
         let mut blocks = Vec::new();
