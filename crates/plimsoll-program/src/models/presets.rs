@@ -87,16 +87,6 @@ const fn olmo3(name: &'static str, sizes: [u64; 7]) -> Row {
     Row { bos: None, ..row(name, Olmo3, sizes, false, (5e5, OLMO3_SCALING, 1e-6), 65_536, [0, 100_257]) }
 }
 
-/// Scaling of the rotary frequencies of Ministral 3.
-const MINISTRAL3_SCALING: RopeScaling = RopeScaling::Yarn {
-    factor: 16.0,
-    beta_fast: 32.0,
-    beta_slow: 1.0,
-    original_max_position_embeddings: 16_384,
-    truncate: true,
-    attention_factor: 1.0,
-};
-
 /// Returns the row of a Granite 3.3 model.
 const fn granite(name: &'static str, sizes: [u64; 7]) -> Row {
     row(name, Granite, sizes, true, (1e7, PLAIN, 1e-5), 131_072, [0, 0])
@@ -167,7 +157,7 @@ static ROWS: [Row; 32] = [
     row("llama-2-7b", Llama, [4096, 32, 32, 32, 128, 11008, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("llama-2-13b", Llama, [5120, 40, 40, 40, 128, 13824, 32000], false, (1e4, PLAIN, 1e-5), 4096, [1, 2]),
     row("mistral-7b-v0.3", Mistral, [4096, 32, 32, 8, 128, 14336, 32768], false, (1e6, PLAIN, 1e-5), 32768, [1, 2]),
-    row("ministral-3-8b", Ministral3, [4096, 34, 32, 8, 128, 14336, 131_072], false, (1e6, MINISTRAL3_SCALING, 1e-5), 262_144, [1, 2]),
+    row("ministral-3-8b", Ministral3, [4096, 34, 32, 8, 128, 14336, 131_072], false, (1e6, RopeScaling::MINISTRAL3, 1e-5), 262_144, [1, 2]),
     row("qwen2.5-0.5b", Qwen2, [896, 24, 14, 2, 64, 4864, 151_936], true, (1e6, PLAIN, 1e-6), 32768, [151_643, 151_643]),
     row("qwen2.5-1.5b", Qwen2, [1536, 28, 12, 2, 128, 8960, 151_936], true, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),
     row("qwen2.5-7b", Qwen2, [3584, 28, 28, 4, 128, 18944, 152_064], false, (1e6, PLAIN, 1e-6), 131_072, [151_643, 151_643]),

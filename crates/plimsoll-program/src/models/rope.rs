@@ -85,8 +85,18 @@ impl QueryGrowth {
 }
 
 impl RopeScaling {
+    /// The scaling that transformers assumes for Ministral 3. Published models have it, too.
+    pub const MINISTRAL3: RopeScaling = RopeScaling::Yarn {
+        factor: 16.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_max_position_embeddings: 16_384,
+        truncate: true,
+        attention_factor: 1.0,
+    };
+
     /// Returns the context length before scaling, in tokens; `None` for scalings that do not depend on it.
-    pub(super) fn original_positions(&self) -> Option<u64> {
+    pub const fn original_positions(&self) -> Option<u64> {
         match *self {
             RopeScaling::Llama3 { original_max_position_embeddings: original, .. }
             | RopeScaling::Yarn { original_max_position_embeddings: original, .. } => Some(original),

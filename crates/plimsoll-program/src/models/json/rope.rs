@@ -153,14 +153,7 @@ fn read_ministral3(keys: &Keys, max_positions: u64) -> Result<Frequencies, Confi
         // The defaults of transformers.
         return Ok(Frequencies {
             theta: 1e6,
-            scaling: RopeScaling::Yarn {
-                factor: 16.0,
-                beta_fast: 32.0,
-                beta_slow: 1.0,
-                original_max_position_embeddings: 16_384,
-                truncate: true,
-                attention_factor: 1.0,
-            },
+            scaling: RopeScaling::MINISTRAL3,
             local_theta: None,
             query_growth: Some(QueryGrowth::MINISTRAL3),
         });

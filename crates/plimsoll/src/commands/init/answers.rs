@@ -147,14 +147,14 @@ fn init_of(model: &str) -> Result<Init, Failure> {
 /// # Errors
 /// Data that cannot be fetched or read, or have nothing to predict.
 pub fn inspect_data(data: &[String], vocab: Option<u64>) -> Result<DataSummary, Failure> {
-    let summary = match data.iter().any(|data| data.starts_with(HUB_PREFIX)) {
-        true => {
-            let settings = ["model.preset=1b".to_owned(), list_setting("data.train", data)];
-            let request = with_hub_files(RunConfig::from_settings(&settings)?.into(), HubNeed::Data, false)?;
-            inspect(&request.config.data.train, vocab)?
-        }
-        false => inspect(data, vocab)?,
+    let downloaded = if data.iter().any(|data| data.starts_with(HUB_PREFIX)) {
+        let settings = ["model.preset=1b".to_owned(), list_setting("data.train", data)];
+        Some(with_hub_files(RunConfig::from_settings(&settings)?.into(), HubNeed::Data, false)?)
+    } else {
+        None
     };
+    let files = downloaded.as_ref().map_or(data, |request| &request.config.data.train[..]);
+    let summary = inspect(files, vocab)?;
     if summary.documents == 0 && summary.is_complete {
         return Err(Failure::input("the data have no document with something to predict")
             .hint("a document has two tokens or more"));
