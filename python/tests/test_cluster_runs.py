@@ -137,6 +137,8 @@ def test_shares_exceeding_one_device_together_are_refused() -> None:
 
 #: Length of a run in which a device is lost.
 STEPS = 40
+#: Devices at a quarter of the pace. They wait instead of computing, so that runs which wait for Ray leave the processor to it.
+SLOW_DEVICES = [word.replace("@0.4", "@0.1").replace("@0.2", "@0.05") for word in FAST_LINK_DEVICES]
 
 
 def test_lost_nodes_and_missing_budgets_are_reported() -> None:
@@ -473,7 +475,7 @@ def test_run_survives_unresponsive_host(pair: tuple[Host, Host], undisturbed: Ru
 def test_returned_devices_join_the_team_again(pair: tuple[Host, Host], tmp_path: Path) -> None:
     alpha, beta = pair
     # With many remaining steps, the run takes every returned device back, although that needs a checkpoint.
-    run = RunningRun(alpha, tmp_path / "run", f"ray:alpha/{FAST_LINK_DEVICES[0]},ray:beta/{FAST_LINK_DEVICES[1]}", 100_000)
+    run = RunningRun(alpha, tmp_path / "run", ",".join(f"ray:{host.name}/{word}" for host, word in zip(pair, SLOW_DEVICES)), 100_000)
     run.wait_for_step(3)
     faults.inject("worker", beta)
     lost = run.wait_for_event("device_lost")
@@ -483,7 +485,7 @@ def test_returned_devices_join_the_team_again(pair: tuple[Host, Host], tmp_path:
     lost = run.wait_for_event("device_lost", after=back)
     faults.repair("raylet", beta, BETA)
     # A worker outlives its raylet for a moment, and may return and be lost again meanwhile.
-    settled = run.wait_until_settled("device_returned")
+    settled = run.wait_until_settled("device_returned", 10)
     # The reservation of the other device was made together with the lost one.
     faults.inject("worker", alpha)
     lost = run.wait_for_event("device_lost", after=settled)
@@ -499,14 +501,12 @@ def test_returned_devices_join_the_team_again(pair: tuple[Host, Host], tmp_path:
 @pytest.mark.disrupts_cluster
 def test_runs_survive_or_resume_after_lost_head(pair: tuple[Host, Host], tmp_path: Path) -> None:
     alpha, beta = pair
-    # The remaining device does not complete these steps before the others have joined again.
-    steps = 3 * STEPS
+    # The remaining device does not complete the steps before the others have joined again.
+    first, second = SLOW_DEVICES
     data_parallel = "run.parallelism=data"
-    plain = train(beta, tmp_path / "plain", ",".join(FAST_LINK_DEVICES), steps, data_parallel)
-    of_the_cluster = RunningRun(
-        beta, tmp_path / "cluster", f"ray:alpha/{FAST_LINK_DEVICES[0]},ray:beta/{FAST_LINK_DEVICES[1]}", steps, data_parallel, "train.save_every=0"
-    )
-    with_its_own = RunningRun(beta, tmp_path / "own", f"{FAST_LINK_DEVICES[0]},ray:alpha/{FAST_LINK_DEVICES[1]}", steps, data_parallel)
+    plain = train(beta, tmp_path / "plain", ",".join(FAST_LINK_DEVICES), STEPS, data_parallel)
+    of_the_cluster = RunningRun(beta, tmp_path / "cluster", f"ray:alpha/{first},ray:beta/{second}", STEPS, data_parallel, "train.save_every=0")
+    with_its_own = RunningRun(beta, tmp_path / "own", f"{first},ray:alpha/{second}", STEPS, data_parallel)
     for run in (of_the_cluster, with_its_own):
         run.wait_for_step(3)
     faults.inject("head", alpha)
@@ -532,9 +532,8 @@ def test_run_losing_own_raylet_resumes_after_rejoin(
     pair: tuple[Host, Host], undisturbed: RunOutput, tmp_path: Path
 ) -> None:
     alpha, beta = pair
-    # At a quarter of the pace, the run does not end before it notices the loss.
-    slow = (word.replace("@0.4", "@0.1").replace("@0.2", "@0.05") for word in FAST_LINK_DEVICES)
-    run = RunningRun(beta, tmp_path / "cut", ",".join(f"ray:{host.name}/{word}" for host, word in zip(pair, slow)), STEPS)
+    # The run does not end before it notices the loss.
+    run = RunningRun(beta, tmp_path / "cut", ",".join(f"ray:{host.name}/{word}" for host, word in zip(pair, SLOW_DEVICES)), STEPS)
     run.wait_for_step(3)
     faults.inject("own-raylet", beta)
     assert "to see the machines of the cluster and how they rejoin: plimsoll cluster\n" in run.wait_until_stopped()
