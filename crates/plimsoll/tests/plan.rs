@@ -178,13 +178,17 @@ fn machines_on_paper_offload_to_their_own_hosts() {
 #[test]
 #[ignore = "slow: .ci/slow-tests"]
 fn plan_names_the_host_memory_of_each_machine() {
-    let size = ["--model", "smollm2-360m", "--sequence", "256", "--batch-tokens", "4096"];
+    let folder = model_folder(&json!({
+        "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "num_hidden_layers": 4, "vocab_size": 49152, "max_position_embeddings": 2048,
+    }));
+    let size = ["--model", folder.path().to_str().unwrap(), "--sequence", "256", "--batch-tokens", "4096"];
     let planned = |devices: &str, more: &[&str]| {
         let output = plan(&[&size[..], &["--devices", devices, "--set", "run.parallelism=all"], more].concat());
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         text(&output.stdout)
     };
-    let two = "pc1/rtx3090=2GiB,pc1/host=32GiB,pc2/rtx3070=2GiB,pc2/host=16GiB,pc1-pc2=100gbit";
+    let two = "pc1/rtx3090=1GiB,pc1/host=32GiB,pc2/rtx3070=1GiB,pc2/host=16GiB,pc1-pc2=100gbit";
     let plan: Value = serde_json::from_str(&planned(two, &["--json"])).unwrap();
     let hosts = plan["machine_hosts"].as_array().unwrap();
     assert_eq!((&hosts[0]["name"], &hosts[1]["name"]), (&"pc1/host".into(), &"pc2/host".into()));
@@ -196,17 +200,23 @@ fn plan_names_the_host_memory_of_each_machine() {
     let table = planned(two, &[]);
     assert!(table.contains("\nhosts: pc1/host ") && table.contains(" of 16.00 GiB\n"), "{table}");
     // Upper and lower case name the same cards and machines.
-    let same = "PC1/RTX3090=2GiB,pc1/Host=32GiB,Pc2/Rtx3070=2GiB,PC2/host=16GiB,pc2-pc1=100Gbit";
+    let same = "PC1/RTX3090=1GiB,pc1/Host=32GiB,Pc2/Rtx3070=1GiB,PC2/host=16GiB,pc2-pc1=100Gbit";
     let lower = |plan: &str| plan.to_lowercase();
     assert_eq!(lower(&planned(same, &["--json"])), lower(&planned(two, &["--json"])));
 }
 
-/// Returns the seconds of a step of a llama with few layers, with `model` in place of some keys of its `config.json`.
-fn planned_seconds(model: &Value, devices: &str, words: &[&str]) -> f64 {
+/// Returns the folder of a llama of hidden size 576, with `keys` in place of some keys of its `config.json`.
+fn model_folder(keys: &Value) -> tempfile::TempDir {
     let mut config = common::config(576);
-    config.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
+    config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    folder
+}
+
+/// Returns the seconds of a step of a llama with few layers, with `model` in place of some keys of its `config.json`.
+fn planned_seconds(model: &Value, devices: &str, words: &[&str]) -> f64 {
+    let folder = model_folder(model);
     let output = plan(&[&["--model", folder.path().to_str().unwrap(), "--json", "--devices", devices], words].concat());
     let planned: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", text(&output.stderr)));
     planned["predicted"]["step_seconds"].as_f64().unwrap()
