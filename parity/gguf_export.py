@@ -161,6 +161,10 @@ NAMES = {
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "post_feedforward_layernorm": "post_ffw_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }
+# Families whose queries and keys rotate neighbours in llama.cpp.
+NEIGHBOURS = ("llama", "mistral", "ministral3", "smollm3", "granite")
+# In families that norm the output of attention.
+OUTPUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 
 
 def in_gguf(config, weights):
@@ -173,11 +177,14 @@ def in_gguf(config, weights):
         if module.startswith("model.layers."):
             layer, module = module.removeprefix("model.layers.").split(".", 1)
             prefix = f"blk.{layer}."
-        if config["model_type"] in ("llama", "mistral", "smollm3", "granite") and module in ("self_attn.q_proj", "self_attn.k_proj"):
+        if config["model_type"] in NEIGHBOURS and module in ("self_attn.q_proj", "self_attn.k_proj"):
             halves = values.reshape(-1, 2, head // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        norms_outputs = config["model_type"] == "olmo2" and module == "post_attention_layernorm"
-        expected[f"{prefix}{'post_attention_norm' if norms_outputs else NAMES[module]}.{kind}"] = values
+        family = config["model_type"]
+        if family.startswith("gemma") and module.endswith("norm"):
+            values = values + numpy.float32(1)
+        names = {**NAMES, **OUTPUT_NORMS} if family.startswith(("gemma", "olmo")) else NAMES
+        expected[f"{prefix}{names[module]}.{kind}"] = values
     return expected
 
 
@@ -243,6 +250,26 @@ def train_sentencepiece(special):
     return tokenizer
 
 
+ABSENT = object()
+GEMMA_KEYS = {
+    "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True, "hidden_act": ABSENT,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Keys of the families that have some of their own. Texts are longer than windows and original contexts.
+FAMILY_KEYS = {
+    "gemma2": GEMMA_KEYS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": GEMMA_KEYS | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "olmo3": {"sliding_window": 16, "rope_theta": 5e5, "rope_scaling": YARN},
+    "ministral3": {
+        "head_dim": 16, "rope_theta": ABSENT, "rope_parameters": YARN | {
+            "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+
 def write_model(directory, tokenizer, model_type, hidden, ffn, seed, vocab=None):
     """Writes a model with random weights. The vocabulary may be larger than that of the tokenizer."""
     directory.mkdir()
@@ -258,8 +285,13 @@ def write_model(directory, tokenizer, model_type, hidden, ffn, seed, vocab=None)
         config["no_rope_layers"] = [1, 1, 1, 0] * 2
     if model_type == "phi3":
         config["sliding_window"] = 256
+    config |= FAMILY_KEYS.get(model_type, {})
+    for key in [key for key, value in config.items() if value is ABSENT]:
+        del config[key]
     head = hidden // 4
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    shapes = {"model.embed_tokens": (vocab, hidden)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         rows = {"self_attn.q_proj": 4, "self_attn.k_proj": 2, "self_attn.v_proj": 2}
         shapes |= {f"model.layers.{layer}.{name}": (count * head, hidden) for name, count in rows.items()}
@@ -272,14 +304,16 @@ def write_model(directory, tokenizer, model_type, hidden, ffn, seed, vocab=None)
             for fused, parts in {"self_attn.qkv": ("q", "k", "v"), "mlp.gate_up": ("gate", "up")}.items():
                 part, name = fused.split(".")[0], f"model.layers.{at}.{fused}_proj.weight"
                 weights[name] = numpy.concatenate([weights.pop(f"model.layers.{at}.{part}.{of}_proj.weight") for of in parts])
-    first = "post_feedforward_layernorm" if model_type == "olmo2" else "input_layernorm"
-    norms = ["model.norm"] + [f"model.layers.{at}.{name}" for at in range(8) for name in (first, "post_attention_layernorm")]
-    weights |= {f"{name}.weight": generator.uniform(0.5, 1.5, hidden).astype("f4") for name in norms}
-    if model_type == "olmo2":
-        weights |= {
-            f"model.layers.{at}.self_attn.{name}_norm.weight": generator.uniform(0.5, 1.5, heads * head).astype("f4")
-            for at in range(8) for name, heads in (("q", 4), ("k", 2))
-        }
+    is_gemma, is_olmo = model_type.startswith("gemma"), model_type.startswith("olmo")
+    of_layer = ["post_feedforward_layernorm" if is_olmo else "input_layernorm", "post_attention_layernorm"]
+    if is_gemma:
+        of_layer += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    norms = {"model.norm": hidden} | {f"model.layers.{at}.{name}": hidden for at in range(8) for name in of_layer}
+    if is_olmo or model_type == "gemma3_text":
+        heads = {"q": 4, "k": 2} if is_olmo else {"q": 1, "k": 1}
+        norms |= {f"model.layers.{at}.self_attn.{name}_norm": heads[name] * head for at in range(8) for name in heads}
+    centre = 0 if is_gemma else 1
+    weights |= {f"{name}.weight": generator.uniform(centre - 0.5, centre + 0.5, size).astype("f4") for name, size in norms.items()}
     if model_type == "qwen2":
         sizes = {"q": 4 * head, "k": 2 * head, "v": 2 * head}
         weights |= {
@@ -501,7 +535,7 @@ def is_exported(fixture):
     rotated = config["model_type"] != "smollm3"
     # Heads that are as wide as the model in all, as llama.cpp expects them of olmo2.
     plain = config["model_type"] != "olmo2"
-    return rotated and plain and not slides and scaling.get("rope_type", scaling.get("type")) not in ("dynamic", "yarn")
+    return rotated and plain and not slides and scaling.get("rope_type", scaling.get("type")) != "dynamic"
 
 
 def main():
@@ -517,7 +551,7 @@ def main():
             check_fixture(checks, plimsoll, FIXTURES / ADAPTED, temp, adapter)
         for kind in ("gpt-2", "llama-bpe", "smaug-bpe", "qwen2", "smollm", "llama"):
             check_tokenizer(checks, plimsoll, kind, temp)
-        for model_type in ("phi3", "smollm3", "olmo2"):
+        for model_type in ("phi3", "smollm3", "olmo2", *FAMILY_KEYS):
             check_family(checks, plimsoll, model_type, temp)
         check_blocks(checks, plimsoll, temp)
     print(f"{checks.failed} checks failed")

@@ -21,6 +21,8 @@ pub struct StoredBlocks {
     /// Rows of a head, if the rows of each head are interleaved in the file: the first of the first half, the first of
     /// the second half, and so on. They are read one half after the other.
     pub head_rows: Option<u64>,
+    /// Whether the file stores 1 + each element.
+    pub adds_one: bool,
 }
 
 impl StoredBlocks {
@@ -62,6 +64,7 @@ impl StoredBlocks {
         let piece_blocks = PIECE_BYTES / block_bytes;
         let mut bytes = Vec::new();
         let mut values = Vec::new();
+        let added = if self.adds_one { 1.0 } else { 0.0 };
         let (mut element, mut into) = (first, into);
         while !into.is_empty() {
             let (block_number, skipped) = (element / block, element % block);
@@ -74,7 +77,7 @@ impl StoredBlocks {
             let taken = (blocks * block - skipped).min(wanted);
             let (now, later) = into.split_at_mut((taken * ELEMENT_BYTES) as usize);
             for (target, value) in now.as_chunks_mut::<4>().0.iter_mut().zip(&values[skipped as usize..]) {
-                *target = value.to_le_bytes();
+                *target = (value - added).to_le_bytes();
             }
             (element, into) = (element + taken, later);
         }
@@ -101,7 +104,7 @@ mod tests {
         let rows: Vec<&[f32]> = decoded.chunks(64).collect();
         for (head_rows, order) in [(None, [0, 1, 2, 3]), (Some(4), [0, 2, 1, 3]), (Some(2), [0, 1, 2, 3])] {
             let expected: Vec<f32> = order.iter().flat_map(|row| rows[*row].to_vec()).collect();
-            let stored = StoredBlocks { block_type: BlockType::Q8_0, columns: 64, head_rows };
+            let stored = StoredBlocks { block_type: BlockType::Q8_0, columns: 64, head_rows, adds_one: false };
             for length in [1, 7, 32, 65, 256] {
                 let mut read: Vec<u8> = Vec::new();
                 while read.len() < 4 * expected.len() {
@@ -113,7 +116,10 @@ mod tests {
                 assert_eq!(read, expected, "{head_rows:?}, pieces of {length}");
             }
         }
-        let stored = StoredBlocks { block_type: BlockType::Q8_0, columns: 64, head_rows: None };
+        let stored = StoredBlocks { block_type: BlockType::Q8_0, columns: 64, head_rows: None, adds_one: true };
+        let mut first = [0; 4];
+        stored.read_at(&file, 6, 4 * 65, &mut first).unwrap();
+        assert_eq!(f32::from_le_bytes(first), decoded[65] - 1.0);
         let error = stored.read_at(&file, 6, 1024, &mut [0; 4]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }

@@ -1,26 +1,27 @@
 //! Names and settings of a model as llama.cpp knows them. Mistral models are of the architecture `llama` there.
 //!
 //! # Rotation of queries and keys
-//! Hugging Face files rotate element i of a head together with element i + E/2. The architectures `llama`, `smollm3` and
-//! `granite` of llama.cpp rotate neighbours, so the rows of their query and key projections are interleaved
+//! Hugging Face files rotate element i of a head together with element i + E/2. The architectures `llama`, `mistral3`,
+//! `smollm3` and `granite` of llama.cpp rotate neighbours, so the rows of their query and key projections are interleaved
 //! ([`PlannedTensor::head_rows`]). The other architectures keep the order.
 //!
-//! # Scaling of rotary frequencies
-//! Linear scaling has keys. Scaling as in Llama 3.1 becomes a tensor of divisors, `rope_freqs.weight`, which only the
-//! architecture `llama` reads.
+//! # Norms
+//! Gemma models multiply by 1 + weight in their norms. Their files in GGUF store 1 + weight.
 //!
 //! # Sliding windows
-//! These architectures of llama.cpp attend to all earlier tokens. The context of the file is therefore at most the
-//! window: up to that length, both give the same results.
+//! `gemma2`, `gemma3`, and `olmo2` with a window apply it in all layers but each second, sixth or fourth. The other
+//! architectures of llama.cpp attend to all earlier tokens. The context of such a file is therefore at most the window: up to
+//! that length, both give the same results.
 
 use super::error::GgufError;
+use super::family_settings::{applies_windows, push_family_settings};
+use super::frequencies::{push_scaling, rope_divisors};
 use super::metadata::Metadata;
 use super::mix::{ChosenType, FileType};
 use super::planned_tensor::PlannedTensor;
 use crate::block_types::BlockType;
 use crate::files::{ModelDir, ModelWeights};
-use plimsoll_program::models::{ModelConfig, ModelType, Parameter, RopeScaling, Target};
-use std::f64::consts::TAU;
+use plimsoll_program::models::{ModelConfig, ModelType, Parameter, Target};
 
 /// Names of the modules in Hugging Face files, and their names in GGUF.
 const MODULES: [(&str, &str); 17] = [
@@ -43,8 +44,9 @@ const MODULES: [(&str, &str); 17] = [
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
-/// Name in GGUF of `post_attention_layernorm` in architectures that norm the output of attention with it.
-const OUTPUT_NORM: (&str, &str) = ("post_attention_layernorm", "post_attention_norm");
+/// Names of the norms around attention in architectures that norm its output.
+const OUTPUT_NORMS: [(&str, &str); 2] =
+    [("post_attention_layernorm", "post_attention_norm"), ("pre_feedforward_layernorm", "ffn_norm")];
 
 /// A model in the terms of GGUF.
 pub struct Expression {
@@ -76,13 +78,6 @@ pub const fn name_architecture(model_type: ModelType) -> &'static str {
     }
 }
 
-/// Returns whether files of this family are read and written. Names and numbers of the others are not known here: the files
-/// of Gemma models store 1 + weight of norms, those of OLMo 3 have windows, and those of Ministral 3 queries that grow.
-pub const fn has_form(model_type: ModelType) -> bool {
-    use ModelType::{Gemma2, Gemma3Text, Ministral3, Olmo3};
-    !matches!(model_type, Olmo3 | Gemma2 | Gemma3Text | Ministral3)
-}
-
 /// Expresses a model with these weights as a file of type `file_type`.
 ///
 /// # Errors
@@ -103,13 +98,11 @@ pub fn express(model: &ModelDir, weights: &ModelWeights, file_type: FileType) ->
             block_type,
             replaced,
             head_rows: (rotates_neighbours(architecture) && is_rotated(parameter)).then_some(config.head_dim),
+            adds_one: stores_one_more(config, parameter),
         });
     }
     let rope_divisors = rope_divisors(config.rope_scaling, config.rope_theta, config.head_dim);
     if !rope_divisors.is_empty() {
-        if architecture != "llama" {
-            return Err(refuse("`rope_scaling` is of type llama3".to_owned()));
-        }
         tensors.push(PlannedTensor::computed("rope_freqs.weight", rope_divisors.len() as u64));
     }
     debug_assert!(tensors.iter().all(|tensor| tensor.shape.len() == 2 || tensor.block_type == BlockType::F32));
@@ -138,64 +131,24 @@ fn settings(config: &ModelConfig, architecture: &str) -> Result<Metadata, String
         metadata.push(format!("{architecture}.{key}"), number);
     }
     metadata.push(format!("{architecture}.attention.layer_norm_rms_epsilon"), config.norm_eps as f32);
-    metadata.push(format!("{architecture}.rope.freq_base"), config.rope_theta as f32);
-    if let Some(part) = part_without_form(config) {
-        return Err(part);
-    }
-    if let RopeScaling::Linear { factor } = config.rope_scaling {
-        metadata.push(format!("{architecture}.rope.scaling.type"), "linear");
-        metadata.push(format!("{architecture}.rope.scaling.factor"), factor as f32);
-    }
-    if config.model_type == ModelType::Phi3 {
-        // Files of this type name their window, which llama.cpp does not apply; 0 stands for none.
-        let window = config.extras.window.unwrap_or(0);
-        let number = u32::try_from(window).map_err(|_| format!("`sliding_window` is {window}"))?;
-        metadata.push(format!("{architecture}.attention.sliding_window"), number);
-    }
-    if config.model_type == ModelType::Granite {
-        let extras = &config.extras;
-        let scale = extras.attention_multiplier.unwrap_or_else(|| (config.head_dim as f64).sqrt().recip());
-        for (key, value) in [
-            ("attention.scale", scale),
-            ("embedding_scale", extras.embedding_multiplier),
-            ("residual_scale", extras.residual_multiplier),
-            ("logit_scale", extras.logits_scaling),
-        ] {
-            metadata.push(format!("{architecture}.{key}"), value as f32);
-        }
-    }
+    push_scaling(config, architecture, &mut metadata)?;
+    push_family_settings(config, architecture, &mut metadata)?;
     Ok(metadata)
 }
 
 /// Returns whether an architecture rotates neighbouring elements of a head together.
 pub fn rotates_neighbours(architecture: &str) -> bool {
-    ["llama", "smollm3", "granite"].contains(&architecture)
+    ["llama", "mistral3", "smollm3", "granite"].contains(&architecture)
 }
 
-/// Returns the sliding window of a model if it hides keys within the longest context.
+/// Returns whether a file stores 1 + each element of a parameter.
+pub fn stores_one_more(config: &ModelConfig, parameter: &Parameter) -> bool {
+    config.model_type.norm_offset() == 1.0 && parameter.hf_name.ends_with("norm.weight")
+}
+
+/// Returns the sliding window of a model if llama.cpp does not apply it, and it hides keys within the longest context.
 fn hiding_window(config: &ModelConfig) -> Option<u64> {
-    config.extras.window.filter(|window| *window < config.max_positions)
-}
-
-/// Returns the part of a model that has no form in GGUF, or none that is known here; `None` if all have one.
-fn part_without_form(config: &ModelConfig) -> Option<String> {
-    let scaling = match config.rope_scaling {
-        RopeScaling::Dynamic { .. } => Some("dynamic"),
-        RopeScaling::Yarn { .. } => Some("yarn"),
-        RopeScaling::None | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => None,
-    };
-    let scaling = scaling.map(|kind| format!("`rope_scaling` is of type {kind}"));
-    // llama.cpp rotates all but every fourth layer of `smollm3`, and all layers of other architectures.
-    let is_smollm3 = config.model_type == ModelType::SmolLm3;
-    let unrotated: Vec<u64> = (0..config.layers).filter(|layer| is_smollm3 && layer % 4 == 3).collect();
-    let differs = config.extras.unrotated_layers != unrotated;
-    // The norm of all query heads of `olmo2` is as wide as the model there.
-    let is_wide = config.model_type == ModelType::Olmo2 && config.heads * config.head_dim != config.hidden;
-    (!has_form(config.model_type))
-        .then(|| format!("`model_type` is {}", config.model_type))
-        .or(scaling)
-        .or_else(|| differs.then(|| "`no_rope_layers` are not every fourth layer".to_owned()))
-        .or_else(|| is_wide.then(|| format!("`head_dim` is {}", config.head_dim)))
+    config.extras.window.filter(|window| !applies_windows(config.model_type) && *window < config.max_positions)
 }
 
 /// Returns the name of a tensor in GGUF from its name in Hugging Face files.
@@ -203,8 +156,8 @@ pub fn name_tensor(architecture: &str, hf_name: &str) -> String {
     let (module, kind) = hf_name.rsplit_once('.').expect("names end with .weight or .bias");
     let in_layer = module.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
     let (prefix, module) = in_layer.map_or((String::new(), module), |(layer, rest)| (format!("blk.{layer}."), rest));
-    let own = (architecture == "olmo2").then_some(&OUTPUT_NORM);
-    let known = own.into_iter().chain(&MODULES).find(|(hf, _)| *hf == module);
+    let own = if ["olmo2", "gemma2", "gemma3"].contains(&architecture) { &OUTPUT_NORMS[..] } else { &[] };
+    let known = own.iter().chain(&MODULES).find(|(hf, _)| *hf == module);
     let (_, name) = known.expect("every parameter has a name in GGUF");
     format!("{prefix}{name}.{kind}")
 }
@@ -215,51 +168,14 @@ pub fn is_rotated(parameter: &Parameter) -> bool {
     of(Target::Q) || of(Target::K)
 }
 
-/// Returns the divisor of each rotary frequency for scaling as in Llama 3.1, highest frequency first. Returns nothing for
-/// other scalings.
-fn rope_divisors(scaling: RopeScaling, theta: f64, head_dim: u64) -> Vec<f32> {
-    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = scaling
-    else {
-        return Vec::new();
-    };
-    let (original, range) = (original_max_position_embeddings as f64, high_freq_factor - low_freq_factor);
-    // Divides a frequency by `factor`, except for the share that the turns within the original context keep.
-    let wavelength = |pair: u64| TAU * theta.powf(2.0 * pair as f64 / head_dim as f64);
-    let kept = |pair: u64| ((original / wavelength(pair) - low_freq_factor) / range).clamp(0.0, 1.0);
-    let divisor = |pair: u64| 1.0 / ((1.0 - kept(pair)) / factor + kept(pair));
-    (0..head_dim / 2).map(|pair| divisor(pair) as f32).collect()
-}
-
-/// Returns the scaling as in Llama 3.1 with these divisors; `None` if there is none. A file does not have its settings, so
-/// those that all published models share are taken. `theta` is the base of the frequencies, `head_dim` the elements of a
-/// head.
-pub fn find_llama3_scaling(divisors: &[f32], theta: f64, head_dim: u64) -> Option<RopeScaling> {
-    if divisors.len() as u64 != head_dim / 2 {
-        return None;
-    }
-    let scaling = RopeScaling::Llama3 {
-        factor: f64::from(*divisors.last()?),
-        low_freq_factor: 1.0,
-        high_freq_factor: 4.0,
-        original_max_position_embeddings: 8192,
-    };
-    let expected = rope_divisors(scaling, theta, head_dim);
-    let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-4 * b.abs();
-    expected.iter().zip(divisors).all(is_near).then_some(scaling)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use plimsoll_program::models::preset;
+    use plimsoll_program::models::{preset, preset_names};
 
     #[test]
     fn every_parameter_has_a_name() {
-        let mut configs: Vec<ModelConfig> = ["llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-0.5b", "qwen3-8b", "olmo2-1b"]
-            .map(|name| preset(name).unwrap())
-            .into();
-        configs.push(ModelConfig { model_type: ModelType::Phi3, ..configs[0].clone() });
-        for config in configs {
+        for config in preset_names().map(|name| preset(name).unwrap()) {
             let names: std::collections::BTreeSet<String> = config
                 .hf_parameters()
                 .iter()
@@ -269,6 +185,17 @@ mod tests {
         }
         assert_eq!(name_tensor("llama", "model.layers.12.self_attn.k_proj.bias"), "blk.12.attn_k.bias");
         assert_eq!(name_tensor("llama", "model.norm.weight"), "output_norm.weight");
+        let layer_norm =
+            |architecture: &str, name: &str| name_tensor(architecture, &format!("model.layers.0.{name}.weight"));
+        for (name, in_gguf) in [
+            ("input_layernorm", "blk.0.attn_norm.weight"),
+            ("post_attention_layernorm", "blk.0.post_attention_norm.weight"),
+            ("pre_feedforward_layernorm", "blk.0.ffn_norm.weight"),
+            ("post_feedforward_layernorm", "blk.0.post_ffw_norm.weight"),
+        ] {
+            assert_eq!(layer_norm("gemma3", name), in_gguf);
+        }
+        assert_eq!(layer_norm("llama", "post_attention_layernorm"), "blk.0.ffn_norm.weight");
     }
 
     #[test]
@@ -279,45 +206,5 @@ mod tests {
         assert_eq!(hiding_window(&config), Some(4096));
         config.extras.window = Some(32768);
         assert_eq!(hiding_window(&config), None);
-    }
-
-    #[test]
-    fn models_without_form_are_refused_by_name() {
-        let config = preset("mistral-7b-v0.3").unwrap();
-        let dynamic = ModelConfig { rope_scaling: RopeScaling::Dynamic { factor: 2.0 }, ..config.clone() };
-        assert_eq!(settings(&dynamic, "llama").unwrap_err(), "`rope_scaling` is of type dynamic");
-        let mut smollm3 = ModelConfig { model_type: ModelType::SmolLm3, ..config };
-        assert_eq!(settings(&smollm3, "smollm3").unwrap_err(), "`no_rope_layers` are not every fourth layer");
-        smollm3.extras.unrotated_layers = (0..smollm3.layers).filter(|layer| layer % 4 == 3).collect();
-        settings(&smollm3, "smollm3").unwrap();
-        for (name, model_type) in [
-            ("gemma2-2b", "gemma2"),
-            ("gemma3-1b", "gemma3_text"),
-            ("olmo3-7b", "olmo3"),
-            ("ministral-3-8b", "ministral3"),
-        ] {
-            let refused = settings(&preset(name).unwrap(), "").unwrap_err();
-            assert_eq!(refused, format!("`model_type` is {model_type}"));
-        }
-        let olmo2 = preset("olmo2-1b").unwrap();
-        settings(&olmo2, "olmo2").unwrap();
-        let wide = ModelConfig { head_dim: 2 * olmo2.head_dim, ..olmo2 };
-        assert_eq!(settings(&wide, "olmo2").unwrap_err(), "`head_dim` is 256");
-    }
-
-    #[test]
-    fn rope_divisors_run_from_one_to_the_factor() {
-        let divisors_of = |config: &ModelConfig| rope_divisors(config.rope_scaling, config.rope_theta, config.head_dim);
-        let config = preset("llama-3.2-1b").unwrap();
-        let RopeScaling::Llama3 { factor, .. } = config.rope_scaling else { panic!() };
-        let mut divisors = divisors_of(&config);
-        assert_eq!(divisors.len(), 32);
-        assert_eq!((divisors[0], divisors[31]), (1.0, factor as f32));
-        assert!(divisors.windows(2).all(|pair| pair[0] <= pair[1]));
-        let found = |divisors: &[f32]| find_llama3_scaling(divisors, config.rope_theta, config.head_dim);
-        assert_eq!(found(&divisors), Some(config.rope_scaling));
-        divisors[20] *= 1.01;
-        assert_eq!(found(&divisors), None);
-        assert!(divisors_of(&preset("llama-2-7b").unwrap()).is_empty() && found(&[]).is_none());
     }
 }

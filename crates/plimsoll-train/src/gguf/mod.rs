@@ -5,6 +5,7 @@
 //! | `mix` | [`FileType`]: the type of each tensor in a file |
 //! | `metadata` | key-value pairs, and the header of a file |
 //! | `architecture` | names and settings of a model, as llama.cpp knows them |
+//! | `frequencies`, `family_settings` | scaling of rotary frequencies, and what only some families have |
 //! | `tokenizer`, `pre_tokenizer` | a `tokenizer.json` as metadata |
 //! | `planned_tensor` | `PlannedTensor`: name, shape and type of a tensor that is to be written |
 //! | `writer` | `GgufWriter`: tensors that arrive in pieces, converted and written |
@@ -21,7 +22,9 @@
 
 mod architecture;
 mod error;
+mod family_settings;
 mod file;
+mod frequencies;
 mod import;
 mod metadata;
 mod mix;

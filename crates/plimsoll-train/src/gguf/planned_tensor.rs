@@ -20,6 +20,8 @@ pub struct PlannedTensor {
     pub replaced: Option<BlockType>,
     /// Rows of a head, if the rows of each head are interleaved: those of its first half with those of its second half.
     pub head_rows: Option<u64>,
+    /// Whether 1 is added to each value.
+    pub adds_one: bool,
 }
 
 impl PlannedTensor {
@@ -33,6 +35,7 @@ impl PlannedTensor {
             block_type: BlockType::F32,
             replaced: None,
             head_rows: None,
+            adds_one: false,
         }
     }
 

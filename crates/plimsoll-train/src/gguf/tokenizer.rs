@@ -308,7 +308,7 @@ impl TokenizerFolder {
         }
         for step in sequence(pre_tokenizer, "pretokenizers") {
             let is_whole = step["type"] == "Metaspace" && step["replacement"] == SPACE && step["split"] == false;
-            if !is_whole {
+            if !is_whole && !splits_at_no_space(step) {
                 return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), ""));
             }
         }
@@ -325,7 +325,8 @@ impl TokenizerFolder {
                 _ => return Err(self.refuse(format!("the normalizer {step} has no form in GGUF"), "")),
             }
         }
-        for step in sequence(&self.parts.pre_tokenizer, "pretokenizers") {
+        let steps = sequence(&self.parts.pre_tokenizer, "pretokenizers");
+        for step in steps.into_iter().filter(|step| !splits_at_no_space(step)) {
             replaces = true;
             prefix |= match step["prepend_scheme"].as_str() {
                 Some(scheme) => scheme != "never",
@@ -440,6 +441,12 @@ fn sequence<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
             None => vec![part],
         },
     }
+}
+
+/// Returns whether a step of a pre-tokenizer splits at spaces, as in Gemma. It has no effect, because the normalizer has
+/// replaced them.
+fn splits_at_no_space(step: &Value) -> bool {
+    step["type"] == "Split" && step["pattern"]["String"] == " "
 }
 
 /// Returns the text of the token that stands for a byte.

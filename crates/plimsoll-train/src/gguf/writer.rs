@@ -96,6 +96,9 @@ impl<'a> GgufWriter<'a> {
         if let Some(head_rows) = tensor.head_rows {
             values = interleave(&values, tensor.unit_elements() as usize, head_rows as usize);
         }
+        if tensor.adds_one {
+            values.iter_mut().for_each(|value| *value += 1.0);
+        }
         let largest = tensor.block_type.largest();
         if values.iter().any(|value| value.abs() > largest) {
             return Err(GgufError::OutOfRange { tensor: tensor.name.clone(), block_type: tensor.block_type });
@@ -175,6 +178,7 @@ mod tests {
             shape: shape.to_vec(),
             block_type,
             head_rows,
+            adds_one: false,
             ..PlannedTensor::computed(name, 1)
         }
     }

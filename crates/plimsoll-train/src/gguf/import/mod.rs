@@ -16,7 +16,7 @@ use crate::block_types::BlockType;
 use crate::files::{
     FilesError, ModelDir, ModelWeights, ReadConfig, StoredBlocks, TensorEntry, WeightFiles, atomic, read_config,
 };
-use crate::gguf::architecture::{is_rotated, name_architecture, name_tensor, rotates_neighbours};
+use crate::gguf::architecture::{is_rotated, name_architecture, name_tensor, rotates_neighbours, stores_one_more};
 use crate::gguf::error::GgufError;
 use crate::gguf::file::{GgufFile, StoredTensor};
 use plimsoll_device::cache;
@@ -31,7 +31,7 @@ use std::path::{Path, PathBuf};
 use tokenizer::TokenizerFiles;
 
 /// Changes with the content of the files that are written to the cache, and with the models that are refused.
-const CACHE_VERSION: u32 = 2;
+const CACHE_VERSION: u32 = 3;
 /// Name of the tensor with divisors of rotary frequencies.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
@@ -151,7 +151,7 @@ fn rope_divisors(file: &GgufFile) -> Result<Vec<f32>, FilesError> {
         return Ok(Vec::new());
     };
     let elements: u64 = tensor.shape.iter().product();
-    let stored = StoredBlocks { block_type: BlockType::F32, columns: elements, head_rows: None };
+    let stored = StoredBlocks { block_type: BlockType::F32, columns: elements, head_rows: None, adds_one: false };
     let mut bytes = vec![0; 4 * elements as usize];
     let read = stored.read_at(&file.file, tensor.begin, 0, &mut bytes);
     read.map_err(|error| FilesError::io(&file.path, "read", error))?;
@@ -175,7 +175,8 @@ fn match_tensors(file: &GgufFile, config: &ModelConfig) -> Result<Vec<(Parameter
         }
         unused.remove(&*name);
         let is_interleaved = rotates_neighbours(architecture) && is_rotated(&parameter);
-        let entry = to_entry(tensor, is_interleaved.then_some(config.head_dim));
+        let head_rows = is_interleaved.then_some(config.head_dim);
+        let entry = to_entry(tensor, head_rows, stores_one_more(config, &parameter));
         matched.push((parameter, entry));
     }
     match unused.first() {
@@ -184,8 +185,9 @@ fn match_tensors(file: &GgufFile, config: &ModelConfig) -> Result<Vec<(Parameter
     }
 }
 
-/// Returns the place of a tensor. Floats are read as they are, all others as f32.
-fn to_entry(tensor: &StoredTensor, head_rows: Option<u64>) -> TensorEntry {
+/// Returns the place of a tensor. Floats in the form of Hugging Face files are read as they are, all others as f32.
+/// `head_rows` and `adds_one` are those of [`StoredBlocks`].
+fn to_entry(tensor: &StoredTensor, head_rows: Option<u64>, adds_one: bool) -> TensorEntry {
     let StoredTensor { shape, block_type, begin } = tensor;
     let elements: u64 = shape.iter().product();
     let plain = match block_type {
@@ -194,10 +196,10 @@ fn to_entry(tensor: &StoredTensor, head_rows: Option<u64>) -> TensorEntry {
         BlockType::Bf16 => Some(Dtype::BF16),
         _ => None,
     };
-    let plain = plain.filter(|_| head_rows.is_none());
+    let plain = plain.filter(|_| head_rows.is_none() && !adds_one);
     // A vector, such as a bias, has an element for each row of its matrix.
     let columns = shape.get(1).copied().unwrap_or(1);
-    let blocks = plain.is_none().then_some(StoredBlocks { block_type: *block_type, columns, head_rows });
+    let blocks = plain.is_none().then_some(StoredBlocks { block_type: *block_type, columns, head_rows, adds_one });
     TensorEntry {
         dtype: plain.unwrap_or(Dtype::F32),
         shape: shape.clone(),

@@ -1,7 +1,11 @@
 //! The keys of a GGUF file as a `config.json`.
 
-use crate::gguf::architecture::{find_llama3_scaling, has_form, name_architecture};
+use crate::gguf::architecture::name_architecture;
+use crate::gguf::family_settings::{
+    GEMMA2_SOFTCAPS, GEMMA2_WINDOW, GEMMA3_LOCAL_THETA, applies_windows, gemma_query_scalar, window_period,
+};
 use crate::gguf::file::GgufFile;
+use crate::gguf::frequencies::{find_llama3_scaling, yarn_magnitude};
 use plimsoll_program::models::{ModelType, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -29,8 +33,6 @@ pub fn read_settings(file: &GgufFile, rope_divisors: &[f32]) -> Result<Value, St
         ("vocab_size", json!(settings.vocabulary()?)),
         ("max_position_embeddings", json!(settings.whole("context_length")?)),
         ("rms_norm_eps", json!(settings.required_number("attention.layer_norm_rms_epsilon")?)),
-        ("rope_theta", json!(theta)),
-        ("rope_scaling", settings.rope_scaling(rope_divisors, theta, head_dim)?),
         ("tie_word_embeddings", json!(!file.tensors.contains_key("output.weight"))),
         ("bos_token_id", settings.token("bos")),
         ("eos_token_id", settings.token("eos")),
@@ -38,6 +40,7 @@ pub fn read_settings(file: &GgufFile, rope_divisors: &[f32]) -> Result<Value, St
     ] {
         config.insert(key.to_owned(), value);
     }
+    config.extend(settings.rotation(rope_divisors, theta, head_dim)?);
     config.extend(settings.of_family()?);
     settings.refuse_parts(head_dim)?;
     Ok(Value::Object(config))
@@ -63,13 +66,19 @@ impl<'a> Settings<'a> {
     fn of(file: &'a GgufFile) -> Result<Settings<'a>, String> {
         let architecture = file.keys.get("general.architecture").and_then(Value::as_str);
         let architecture = architecture.ok_or("`general.architecture` is missing")?;
-        let known: Vec<ModelType> = ModelType::ALL.into_iter().filter(|model_type| has_form(*model_type)).collect();
-        let found = known.iter().find(|model_type| name_architecture(**model_type) == architecture);
-        let model_type = *found.ok_or_else(|| {
-            let names: Vec<&str> = known.iter().map(|model_type| name_architecture(*model_type)).collect();
-            format!("the architecture `{architecture}` is not supported; supported: {}", names.join(", "))
-        })?;
-        Ok(Settings { file, architecture, model_type })
+        let of_name = |model_type: &&ModelType| name_architecture(**model_type) == architecture;
+        let Some(first) = ModelType::ALL.iter().find(of_name) else {
+            let mut names: Vec<&str> = ModelType::ALL.into_iter().map(name_architecture).collect();
+            names.dedup();
+            return Err(format!("the architecture `{architecture}` is not supported; supported: {}", names.join(", ")));
+        };
+        let settings = Settings { file, architecture, model_type: *first };
+        // OLMo 3 has the architecture of OLMo 2, with windows.
+        let model_type = match first {
+            ModelType::Olmo2 if settings.window()?.is_some() => ModelType::Olmo3,
+            first => *first,
+        };
+        Ok(Settings { model_type, ..settings })
     }
 
     fn value(&self, key: &str) -> Option<&'a Value> {
@@ -106,6 +115,32 @@ impl<'a> Settings<'a> {
         self.file.keys.get(&format!("tokenizer.ggml.{name}_token_id")).cloned().unwrap_or_default()
     }
 
+    /// Returns the sliding window; `None` if there is none, for which llama.cpp stores 0 or nothing.
+    fn window(&self) -> Result<Option<u64>, String> {
+        Ok(self.optional_whole("attention.sliding_window")?.filter(|window| *window > 0))
+    }
+
+    /// Returns the keys of the rotary frequencies. `theta` is their base, in layers without a window if the others have their
+    /// own.
+    fn rotation(&self, divisors: &[f32], theta: f64, head_dim: u64) -> Result<Map<String, Value>, String> {
+        let scaling = self.rope_scaling(divisors, theta, head_dim)?;
+        let config = match self.model_type {
+            ModelType::Ministral3 => {
+                let mut parameters = rope_parameters(theta, &scaling);
+                let beta = self.required_number("attention.temperature_scale")?;
+                parameters.insert("llama_4_scaling_beta".to_owned(), json!(beta));
+                json!({ "rope_parameters": parameters })
+            }
+            ModelType::Olmo3 => json!({ "rope_parameters": {
+                "full_attention": rope_parameters(theta, &scaling),
+                "sliding_attention": rope_parameters(theta, &Value::Null),
+            } }),
+            _ => json!({ "rope_theta": theta, "rope_scaling": scaling }),
+        };
+        let Value::Object(config) = config else { unreachable!("all are objects") };
+        Ok(config)
+    }
+
     /// Returns the scaling of rotary frequencies; null if there is none.
     fn rope_scaling(&self, divisors: &[f32], theta: f64, head_dim: u64) -> Result<Value, String> {
         if !divisors.is_empty() {
@@ -130,8 +165,28 @@ impl<'a> Settings<'a> {
                 let factor = self.required_number("rope.scaling.factor")?;
                 Ok(json!({ "rope_type": "linear", "factor": factor }))
             }
+            Some("yarn") => self.yarn(),
             Some(other) => Err(format!("`{}.rope.scaling.type` is {other}, which is not supported", self.architecture)),
         }
+    }
+
+    /// Returns the scaling of rotary frequencies by YaRN.
+    fn yarn(&self) -> Result<Value, String> {
+        let factor = self.required_number("rope.scaling.factor")?;
+        let number = |key: &str, default: f64| Ok::<_, String>(self.number(key)?.unwrap_or(default));
+        let divisor = match number("rope.scaling.yarn_log_multiplier", 0.0)? {
+            0.0 => 1.0,
+            1.0 => yarn_magnitude(factor),
+            _ => return Err(format!("`{}.rope.scaling.yarn_log_multiplier` is not supported", self.architecture)),
+        };
+        Ok(json!({
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.whole("rope.scaling.original_context_length")?,
+            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0)?,
+            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0)?,
+            "attention_factor": number("rope.scaling.attn_factor", 1.0)? * yarn_magnitude(factor) / divisor,
+        }))
     }
 
     /// Returns the keys that only some families have.
@@ -143,10 +198,8 @@ impl<'a> Settings<'a> {
             insert("attention_bias", has("blk.0.attn_q.bias").into());
             insert("mlp_bias", has("blk.0.ffn_up.bias").into());
         }
-        if self.model_type == ModelType::Phi3 {
-            // llama.cpp stores 0 for no window.
-            let window = self.optional_whole("attention.sliding_window")?.filter(|window| *window > 0);
-            insert("sliding_window", json!(window));
+        if matches!(self.model_type, ModelType::Phi3 | ModelType::Olmo3) {
+            insert("sliding_window", json!(self.window()?));
         }
         if self.model_type == ModelType::Granite {
             for (key, name) in [
@@ -157,6 +210,32 @@ impl<'a> Settings<'a> {
             ] {
                 insert(name, self.required_number(key)?.into());
             }
+        }
+        if matches!(self.model_type, ModelType::Gemma2 | ModelType::Gemma3Text) {
+            config.extend(self.of_gemma()?);
+        }
+        Ok(config)
+    }
+
+    /// Returns the keys that only Gemma models have.
+    fn of_gemma(&self) -> Result<Map<String, Value>, String> {
+        let [layers, hidden] = [self.whole("block_count")?, self.whole("embedding_length")?];
+        let [heads, head_dim] = [self.whole("attention.head_count")?.max(1), self.whole("attention.key_length")?];
+        let mut config = Map::new();
+        let mut insert = |key: &str, value: Value| drop(config.insert(key.to_owned(), value));
+        insert("hidden_activation", json!("gelu_pytorch_tanh"));
+        let scalar = gemma_query_scalar(self.model_type, layers, hidden, heads, head_dim);
+        insert("query_pre_attn_scalar", json!(scalar));
+        if self.model_type == ModelType::Gemma2 {
+            insert("sliding_window", json!(self.window()?.unwrap_or(GEMMA2_WINDOW)));
+            for (key, default) in ["attn_logit_softcapping", "final_logit_softcapping"].into_iter().zip(GEMMA2_SOFTCAPS)
+            {
+                insert(key, json!(self.number(key)?.unwrap_or(default)));
+            }
+        } else {
+            insert("sliding_window", json!(self.whole("attention.sliding_window")?));
+            let local = self.number("rope.freq_base_swa")?.unwrap_or(GEMMA3_LOCAL_THETA);
+            insert("rope_local_base_freq", json!(local));
         }
         Ok(config)
     }
@@ -171,46 +250,117 @@ impl<'a> Settings<'a> {
                 "heads have {head_dim} elements, {rotated} of them rotated, and values {value_dim}: {reason}"
             ));
         }
-        let neutral = [("expert_count", 0.0), ("rope.scaling.attn_factor", 1.0)];
-        let changes =
-            |&(key, neutral): &(&str, f64)| self.value(key).is_some_and(|value| value.as_f64() != Some(neutral));
-        if let Some((key, _)) = neutral.into_iter().find(changes) {
+        let is_yarn = self.value("rope.scaling.type").is_some_and(|kind| kind == "yarn");
+        let has_caps = self.model_type == ModelType::Gemma2;
+        let neutral = [
+            ("expert_count", 0.0, true),
+            ("rope.scaling.attn_factor", 1.0, !is_yarn),
+            ("attn_logit_softcapping", 0.0, !has_caps),
+            ("final_logit_softcapping", 0.0, !has_caps),
+        ];
+        let changes = |key: &str, neutral: f64| self.value(key).is_some_and(|value| value.as_f64() != Some(neutral));
+        if let Some((key, ..)) = neutral.into_iter().find(|(key, neutral, applies)| *applies && changes(key, *neutral))
+        {
             return Err(format!("`{}.{key}` is not supported", self.architecture));
         }
-        // OLMo 3 has the architecture of OLMo 2, with windows.
-        let window = self.optional_whole("attention.sliding_window")?.filter(|window| *window > 0);
-        if window.is_some() && self.model_type != ModelType::Phi3 {
+        let known = self.model_type == ModelType::Phi3 || applies_windows(self.model_type);
+        if self.window()?.is_some() && !known {
             return Err(format!("`{}.attention.sliding_window` is not supported", self.architecture));
         }
-        Ok(())
+        let (key, period) = ("attention.sliding_window_pattern", window_period(self.model_type));
+        let differs = |period: u64| self.value(key).is_some_and(|pattern| !has_period(pattern, period));
+        match period.is_some_and(differs) {
+            true => Err(format!("`{}.{key}` is not supported", self.architecture)),
+            false => Ok(()),
+        }
     }
+}
+
+/// Returns the settings of a rotation as transformers 5 writes them. `scaling` is a value of `rope_scaling`.
+fn rope_parameters(theta: f64, scaling: &Value) -> Map<String, Value> {
+    let mut parameters = scaling.as_object().cloned().unwrap_or_default();
+    parameters.entry("rope_type").or_insert(json!("default"));
+    parameters.insert("rope_theta".to_owned(), json!(theta));
+    parameters
+}
+
+/// Returns whether a pattern of windows leaves out each layer of number `period` · n, counted from 1. The pattern is the
+/// period, or a list that tells for each layer whether it has a window.
+fn has_period(pattern: &Value, period: u64) -> bool {
+    let Some(layers) = pattern.as_array() else { return pattern.as_u64() == Some(period) };
+    let expected = (1..).map(|number: u64| !number.is_multiple_of(period));
+    layers.iter().zip(expected).all(|(has_window, expected)| has_window.as_bool() == Some(expected))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn families_without_form_are_refused_by_name() {
-        let file = |architecture: &str| GgufFile {
+    /// Returns a file without tensors. Keys begin with the architecture.
+    fn file(architecture: &str, keys: &[(&str, Value)]) -> GgufFile {
+        let own = keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value.clone()));
+        GgufFile {
             path: "x.gguf".into(),
             file: std::fs::File::open("/dev/null").unwrap(),
-            keys: [
-                ("general.architecture".to_owned(), json!(architecture)),
-                (format!("{architecture}.attention.sliding_window"), json!(4096)),
-            ]
-            .into(),
+            keys: own.chain([("general.architecture".to_owned(), json!(architecture))]).collect(),
             tensors: [].into(),
-        };
-        for architecture in ["gemma2", "gemma3", "mistral3"] {
-            let error = read_settings(&file(architecture), &[]).unwrap_err();
-            assert!(error.starts_with(&format!("the architecture `{architecture}` is not supported")), "{error}");
-            assert!(error.ends_with("granite, olmo2"), "{error}");
         }
-        let olmo3 = file("olmo2");
-        let refused = Settings::of(&olmo3).unwrap().refuse_parts(64).unwrap_err();
-        assert_eq!(refused, "`olmo2.attention.sliding_window` is not supported");
-        let phi3 = file("phi3");
-        assert_eq!(Settings::of(&phi3).unwrap().refuse_parts(64), Ok(()));
+    }
+
+    #[test]
+    fn settings_that_change_arithmetic_are_refused_by_name() {
+        let error = Settings::of(&file("mamba", &[])).err().unwrap();
+        assert!(error.starts_with("the architecture `mamba` is not supported; supported: llama, mistral3"), "{error}");
+        let refusal = |architecture: &str, key: &str, value: Value| {
+            Settings::of(&file(architecture, &[(key, value)])).unwrap().refuse_parts(64).err()
+        };
+        let window = "attention.sliding_window";
+        assert_eq!(refusal("llama", window, json!(4096)).unwrap(), "`llama.attention.sliding_window` is not supported");
+        let pattern = "attention.sliding_window_pattern";
+        let layers = json!([true, true, false, true]);
+        let expected = format!("`gemma3.{pattern}` is not supported");
+        assert_eq!(refusal("gemma3", pattern, json!(4)).as_ref(), Some(&expected));
+        assert_eq!(refusal("gemma3", pattern, layers).as_ref(), Some(&expected));
+        assert_eq!(
+            refusal("gemma3", "final_logit_softcapping", json!(30.0)).unwrap(),
+            "`gemma3.final_logit_softcapping` is not supported"
+        );
+        for (architecture, key, value) in [
+            ("phi3", window, json!(2047)),
+            ("gemma3", pattern, json!([true, true, true, true, true, false, true])),
+            ("gemma2", pattern, json!(2)),
+            ("gemma2", "final_logit_softcapping", json!(20.0)),
+            ("gemma3", "final_logit_softcapping", json!(0.0)),
+        ] {
+            assert_eq!(refusal(architecture, key, value), None, "{architecture}.{key}");
+        }
+    }
+
+    #[test]
+    fn windows_tell_olmo3_from_olmo2() {
+        let model_type = |window: u64| {
+            Settings::of(&file("olmo2", &[("attention.sliding_window", json!(window))])).unwrap().model_type
+        };
+        assert_eq!((model_type(4096), model_type(0)), (ModelType::Olmo3, ModelType::Olmo2));
+        assert_eq!(Settings::of(&file("olmo2", &[])).unwrap().model_type, ModelType::Olmo2);
+    }
+
+    #[test]
+    fn yarn_of_a_file_has_the_factor_of_llama_cpp() {
+        let scaling = |more: &[(&str, Value)]| {
+            let keys = [
+                ("rope.scaling.type", json!("yarn")),
+                ("rope.scaling.factor", json!(4.0)),
+                ("rope.scaling.original_context_length", json!(8192)),
+            ];
+            let file = file("qwen3", &[&keys, more].concat());
+            Settings::of(&file).unwrap().rope_scaling(&[], 1e6, 128).map(|scaling| scaling["attention_factor"].as_f64())
+        };
+        let default = yarn_magnitude(4.0);
+        assert_eq!(scaling(&[]), Ok(Some(default)));
+        assert_eq!(scaling(&[("rope.scaling.attn_factor", json!(0.5))]), Ok(Some(0.5 * default)));
+        assert_eq!(scaling(&[("rope.scaling.yarn_log_multiplier", json!(1.0))]), Ok(Some(1.0)));
+        let error = scaling(&[("rope.scaling.yarn_log_multiplier", json!(0.7))]).unwrap_err();
+        assert_eq!(error, "`qwen3.rope.scaling.yarn_log_multiplier` is not supported");
     }
 }

@@ -103,6 +103,20 @@ fn byte_fallback_tokenizer_has_scores_of_merges() {
 }
 
 #[test]
+fn split_at_replaced_spaces_has_no_effect() {
+    let mut gemma = sentencepiece();
+    gemma["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    gemma["pre_tokenizer"] =
+        json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+    let expressed = express(&gemma, &json!({"eos_token": "</s>"}), 264, &[2]).unwrap();
+    let prefix = expressed.metadata.get("tokenizer.ggml.add_space_prefix");
+    assert_eq!((expressed.kind, prefix), ("llama", Some(&MetadataValue::Bool(false))));
+    gemma["normalizer"] = Value::Null;
+    let refusal = express(&gemma, &json!({"eos_token": "</s>"}), 264, &[2]).err().unwrap();
+    assert!(refusal.contains("spaces are not written as `▁`"), "{refusal}");
+}
+
+#[test]
 fn parts_without_a_form_are_refused_by_name() {
     let with = |base: Value, pointer: &str, value: Value| {
         let mut tokenizer = base;
