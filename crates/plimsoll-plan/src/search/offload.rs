@@ -23,7 +23,7 @@ const MAX_LAYERS_IN_TEAM: usize = 256;
 const MIN_MEASURED_IN_TEAM: usize = 8;
 /// Most recipes that a search for the smallest recipe packs until one fits.
 const MAX_PACKED: usize = 64;
-/// Fraction of the arena below which the lower bound of the smallest recipe counts as proof that it fits.
+/// Fraction of the arena below which the lower bound of the smallest recipe is low enough to take it that it fits.
 const CLEARLY_BELOW: f64 = 0.75;
 /// Smallest fraction of the best step time that a further offload choice has to save, by estimate, for its Programs to
 /// be built.
@@ -359,8 +359,8 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
     })
 }
 
-/// Returns whether any of the small recipes probably fits by its lower bounds. None is packed. If the result is false, no
-/// recipe fits.
+/// Returns whether any of the small recipes probably fits by its lower bounds. None is packed. If the result is false, a
+/// search that needs any recipe is taken to have none.
 pub(super) fn may_fit(measurer: &Measurer) -> bool {
     let bound = measurer.request.device.arena_budget().0.saturating_add(1);
     let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });

@@ -178,6 +178,13 @@ impl<'a> TeamRequest<'a> {
         self.first_alike(one) == self.first_alike(other)
     }
 
+    /// Returns whether charges take all of the load lines, of all devices or of one that has to take part. Then no team
+    /// fits.
+    fn charges_take_all_room(&self) -> bool {
+        let full = self.devices.iter().filter(|request| request.device.arena_budget() == Bytes::ZERO).count();
+        full == self.devices.len() || (self.require_all && full > 0)
+    }
+
     /// Returns whether all devices have a part in `outcome`, or need not have one.
     fn takes_all_required(&self, outcome: &TeamOutcome) -> bool {
         !self.require_all || outcome.workers.len() == self.devices.len()
@@ -323,12 +330,10 @@ fn device_nearest_to_fitting(team: &TeamRequest, measurements: &Measurements) ->
 
 /// Plans the fastest team that fits, with the least loss of accuracy; `None` if no team fits.
 fn find_fitting(team: &TeamRequest, measurements: &Measurements) -> Option<TeamOutcome> {
-    let first = &team.devices[0];
-    // Charges may take all of a device's load line; then no recipe fits there.
-    let full = team.devices.iter().filter(|request| request.device.arena_budget() == Bytes::ZERO).count();
-    if full == team.devices.len() || (team.require_all && full > 0) {
+    if team.charges_take_all_room() {
         return None;
     }
+    let first = &team.devices[0];
     lossy_option_sets(first, &first.lossy.allow).into_iter().find_map(|rungs| best_team(team, &rungs, measurements))
 }
 

@@ -90,16 +90,20 @@ fn any_team_fits(team: &TeamRequest, allow: &[Rung], measurements: &Measurements
     sets.into_iter().any(|rungs| best_team(team, &rungs, measurements).is_some())
 }
 
-/// Returns whether the search for a plan finds a team with all devices that have to take part. The last resort of that
-/// search is tried first: it is found much sooner than the fastest team.
+/// Returns whether the search for a plan finds a team with all devices that have to take part. If that search has a last
+/// resort, it is tried first: it is found much sooner than the fastest team.
 pub(super) fn any_team_is_found(team: &TeamRequest, measurements: &Measurements) -> bool {
+    if team.charges_take_all_room() {
+        return false;
+    }
     let first = &team.devices[0];
     let takes_all_required = |outcome: TeamOutcome| team.takes_all_required(&outcome);
     let last_resort = |rungs: &Vec<Rung>| {
         single_sequence_team_with(team, rungs, RecipeGoal::LeastMemory, measurements).is_some_and(takes_all_required)
     };
+    let has_last_resort = team.allows(Parallelism::Sharded) || team.allows(Parallelism::Pipeline);
     // Most loss first: it usually needs the least.
-    lossy_option_sets(first, &first.lossy.allow).iter().rev().any(last_resort)
+    has_last_resort && lossy_option_sets(first, &first.lossy.allow).iter().rev().any(last_resort)
         || find_fitting(team, measurements).is_some_and(takes_all_required)
 }
 
