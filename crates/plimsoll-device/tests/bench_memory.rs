@@ -8,6 +8,7 @@ use plimsoll_device::process;
 use std::time::Duration;
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn cpu_measurement_stays_within_its_memory_limit() {
     if process::reset_peak().is_err() {
         eprintln!("skipped: this system cannot reset the peak of resident memory");

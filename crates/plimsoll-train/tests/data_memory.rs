@@ -31,6 +31,7 @@ fn peak_mib() -> u64 {
 /// One document of 40 MiB and many short documents become 180 MiB of records. A reader that held the text or the
 /// records in memory would exceed the bound.
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn large_text_is_read_in_bounded_memory() {
     let _measuring = MEASURING.lock();
     let folder = tempfile::tempdir().unwrap();
@@ -127,6 +128,7 @@ fn open_tokens(path: &Path) -> Result<Dataset, DataError> {
 
 /// Each container of 64 MiB, or of `PLIMSOLL_TEST_MIB`, is read record by record.
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn large_files_of_each_container_are_read_in_bounded_memory() {
     let _measuring = MEASURING.lock();
     let mib = std::env::var("PLIMSOLL_TEST_MIB").map_or(64, |mib| mib.parse().unwrap());

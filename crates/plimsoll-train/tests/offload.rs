@@ -363,6 +363,7 @@ fn scratch_file_on_cpu_is_bit_exact() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn offload_with_lossy_rungs_is_bit_exact() {
     for config in [1, 3, 4, 5, 6].map(|number| models().swap_remove(number)) {
         for training in [Training::FullAdam8, Training::LoraNf4, Training::LoraInt8] {

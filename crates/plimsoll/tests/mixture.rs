@@ -170,6 +170,7 @@ fn errors_name_the_source() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn sources_may_be_the_example_or_absent_for_a_plan() {
     let workspace = workspace(&SMALL);
     // Like data.train, sources need not exist for a plan.

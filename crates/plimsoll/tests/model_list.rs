@@ -91,6 +91,7 @@ fn folders_and_cache_are_listed_beside_presets() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn useful_models_come_first_and_misfits_last() {
     let workspace = Workspace::new(&SMALL);
     let rows = list(&workspace, 0, &["--devices", "rtx3070=2GiB", "--time", "60s", "--useful-speed", "1000"]);

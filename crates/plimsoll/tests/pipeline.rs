@@ -76,6 +76,7 @@ fn slow_stage_hands_layers_to_others() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn model_larger_than_each_device_trains_as_pipeline() {
     let workspace = workspace();
     for alone in PAIR.split(',').take(2) {

@@ -29,6 +29,7 @@ fn assert_used_as_planned(device: &Value) {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn report_of_the_example_shows_its_result() {
     let workspace = Workspace::new(&SMALL);
     workspace.succeed(&EXAMPLE);

@@ -52,6 +52,7 @@ fn cpu_with_scratch_file(workspace: &Workspace) -> String {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn scratch_file_run_matches_plain_run() {
     let workspace = Workspace::new(&WIDE);
     workspace.succeed(&train("cpu", "run.dir=plain"));

@@ -163,6 +163,7 @@ fn page_address(text: &str) -> String {
 const LONG: Shape = Shape { steps: 3000, save_every: 1000, ..SMALL };
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn page_of_a_run_ends_with_it() {
     let workspace = Workspace::new(&LONG);
     let mut run = workspace.start(&["train", "run.toml", "--serve", "127.0.0.1:0"]);
@@ -208,6 +209,7 @@ fn signals_to_all_processes_leave_the_page() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn early_end_of_the_page_is_noted() {
     let workspace = Workspace::new(&LONG);
     let (run, address) = run_with_page(&workspace);

@@ -124,6 +124,7 @@ fn grid_trains_within_all_load_lines() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn failing_sweep_runs_do_not_stop_others() {
     let workspace = Workspace::new(&QUICK);
     std::fs::create_dir(workspace.path("big")).unwrap();
@@ -188,6 +189,7 @@ fn oom_in_one_worker_does_not_affect_others() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn stopped_sweep_saves_and_resumes() {
     let workspace = Workspace::new(&LONG);
     // Equal devices: with unequal ones, both runs might wait for the faster one.
@@ -215,6 +217,7 @@ fn stopped_sweep_saves_and_resumes() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn workers_of_killed_sweep_stop_and_sweep_resumes() {
     let workspace = Workspace::new(&LONG);
     let mut sweep = workspace.start(&sweep_args(&["run.toml", "--set", "train.seed=1,2"]));

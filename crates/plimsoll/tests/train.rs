@@ -19,6 +19,7 @@ const WITHOUT_CACHE: [&str; 9] =
     ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "-u", "PLIMSOLL_CACHE", "-u", "PLIMSOLL_TOKENS"];
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn tokens_without_home_leave_no_files() {
     let workspace = Workspace::new(&Shape { steps: 1, ..SMALL });
     std::fs::create_dir(workspace.path("tmp")).unwrap();
@@ -29,6 +30,7 @@ fn tokens_without_home_leave_no_files() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn preparation_above_load_line_is_refused() {
     let vocab = 150_000;
     let workspace = Workspace::new(&Shape { hidden: 8, steps: 2, batch_sequences: 2, ..SMALL });

@@ -754,6 +754,7 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "slow: .ci/slow-tests"]
     fn no_other_roles_are_much_faster() {
         let config = model();
         let mut seed = 1u64;

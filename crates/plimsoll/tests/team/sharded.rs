@@ -21,6 +21,7 @@ fn sequence_shares(workspace: &Workspace, run: &str) -> Vec<u64> {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn model_larger_than_each_device_trains_sharded() {
     let workspace = model_for_two();
     for device in PAIR.split(',').take(2) {

@@ -235,6 +235,7 @@ fn results_do_not_depend_on_thread_count() {
 
 /// Runs the kernel tests again with narrower vectors, each width in a process of its own.
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn kernel_tests_pass_with_every_vector_width() {
     if std::env::var_os("PLIMSOLL_VECTORS").is_some() {
         return;
