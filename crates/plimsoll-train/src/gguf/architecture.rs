@@ -9,9 +9,9 @@
 //! Gemma models multiply by 1 + weight in their norms. Their files in GGUF store 1 + weight.
 //!
 //! # Sliding windows
-//! `gemma2`, `gemma3`, and `olmo2` with a window apply it in all layers but each second, sixth or fourth. The other
-//! architectures of llama.cpp attend to all earlier tokens. The context of such a file is therefore at most the window: up to
-//! that length, both give the same results.
+//! llama.cpp applies them in three architectures: `gemma2`, where every 2nd layer attends to all earlier tokens, `olmo2` (every
+//! 4th) and `gemma3` (every 6th). In the others, all layers attend to all earlier tokens. The context of such a file is
+//! therefore at most the window: up to that length, both give the same results.
 
 use super::error::GgufError;
 use super::family_settings::{applies_windows, push_family_settings};
@@ -196,6 +196,18 @@ mod tests {
             assert_eq!(layer_norm("gemma3", name), in_gguf);
         }
         assert_eq!(layer_norm("llama", "post_attention_layernorm"), "blk.0.ffn_norm.weight");
+    }
+
+    #[test]
+    fn norms_of_gemma_store_one_more() {
+        for (model, stored) in [("gemma2-2b", 4 * 26 + 1), ("gemma3-1b", 6 * 26 + 1), ("olmo3-7b", 0), ("qwen3-8b", 0)]
+        {
+            let config = preset(model).unwrap();
+            let parameters = config.hf_parameters();
+            let norms = parameters.iter().filter(|parameter| stores_one_more(&config, parameter));
+            assert!(norms.clone().all(|parameter| parameter.shape.len() == 1));
+            assert_eq!(norms.count(), stored, "{model}");
+        }
     }
 
     #[test]

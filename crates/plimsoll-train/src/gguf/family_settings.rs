@@ -11,7 +11,7 @@ pub const GEMMA2_SOFTCAPS: [f64; 2] = [50.0, 30.0];
 /// Window that llama.cpp takes for Gemma 2 if a file names none.
 pub const GEMMA2_WINDOW: u64 = 4096;
 
-/// Returns the distance between layers without a window in llama.cpp; `None` if it applies no window to this family.
+/// Returns n if every nth layer has no window in llama.cpp; `None` if it applies no window to this family.
 pub const fn window_period(model_type: ModelType) -> Option<u64> {
     match model_type {
         ModelType::Gemma2 => Some(2),
@@ -77,7 +77,7 @@ fn push_periodic_window(config: &ModelConfig, architecture: &str, metadata: &mut
     };
     let full: Vec<u64> = (0..config.layers).filter(|layer| (layer + 1).is_multiple_of(period)).collect();
     if config.extras.full_layers != full {
-        return Err(format!("the layers without a window are not each of number {period} · n, counted from 1"));
+        return Err(format!("the layers without a window are not layers {period}, {}, …, counted from 1", 2 * period));
     }
     push_window(window, architecture, metadata)
 }
@@ -99,6 +99,9 @@ fn push_olmo(config: &ModelConfig, architecture: &str, metadata: &mut Metadata) 
     // The norm of all query heads is as wide as the model there.
     if config.heads * config.head_dim != config.hidden {
         return Err(format!("`head_dim` is {}", config.head_dim));
+    }
+    if config.tied {
+        return Err("`tie_word_embeddings` is true".to_owned());
     }
     if config.model_type == ModelType::Olmo2 || config.extras.window.is_none() {
         return Ok(());
@@ -170,13 +173,14 @@ mod tests {
         let unrotated = changed("smollm3-3b", &|config| config.extras.unrotated_layers.clear());
         assert_eq!(unrotated, "`no_rope_layers` are not every fourth layer");
         assert_eq!(changed("olmo2-1b", &|config| config.head_dim *= 2), "`head_dim` is 256");
+        assert_eq!(changed("olmo2-1b", &|config| config.tied = true), "`tie_word_embeddings` is true");
         let theta = changed("olmo3-7b", &|config| config.rope_theta = 1e4);
         assert_eq!(theta, "`rope_theta` is 10000 in layers without a window, and 500000 in the others");
         assert_eq!(changed("gemma3-1b", &|config| config.extras.window = None), "`sliding_window` is null");
         let layers = changed("gemma2-2b", &|config| {
             config.extras.full_layers.pop();
         });
-        assert_eq!(layers, "the layers without a window are not each of number 2 · n, counted from 1");
+        assert_eq!(layers, "the layers without a window are not layers 2, 4, …, counted from 1");
         let scalar = changed("gemma2-2b", &|config| config.extras.attention_multiplier = Some(0.125));
         assert_eq!(scalar, "`query_pre_attn_scalar` is 64; llama.cpp takes 256");
         let caps = "`attn_logit_softcapping` or `final_logit_softcapping` is";

@@ -13,8 +13,10 @@ use super::metadata::Metadata;
 use plimsoll_program::models::{ModelConfig, ModelType, RopeScaling};
 use std::f64::consts::TAU;
 
-/// Most by which the factor of attention may differ from that of llama.cpp, as a fraction, to count as the same.
+/// Largest relative difference at which a factor of attention counts as that of llama.cpp.
 const SAME_FACTOR: f64 = 1e-6;
+/// `beta_fast` and `beta_slow` that llama.cpp takes in all architectures but `mistral3`, which reads them from the file.
+pub const YARN_BETAS: [f64; 2] = [32.0, 1.0];
 
 /// Returns the factor of rotated queries and keys that YaRN has by default, for frequencies that are divided by `factor`.
 pub fn yarn_magnitude(factor: f64) -> f64 {
@@ -38,7 +40,7 @@ pub fn push_scaling(config: &ModelConfig, architecture: &str, metadata: &mut Met
         RopeScaling::Dynamic { .. } => return Err("`rope_scaling` is of type dynamic".to_owned()),
         RopeScaling::Llama3 { .. } if architecture == "llama" => {}
         RopeScaling::Llama3 { .. } => return Err("`rope_scaling` is of type llama3".to_owned()),
-        // Layers with a window have other frequencies, which llama.cpp would interpolate, too.
+        // llama.cpp would interpolate the frequencies of layers with a window, too.
         RopeScaling::Yarn { .. } if config.model_type.norm_offset() != 0.0 => {
             return Err("`rope_scaling` is of type yarn".to_owned());
         }
@@ -57,19 +59,19 @@ pub fn push_scaling(config: &ModelConfig, architecture: &str, metadata: &mut Met
             metadata.push(key("original_context_length"), context);
             metadata.push(key("yarn_beta_fast"), beta_fast as f32);
             metadata.push(key("yarn_beta_slow"), beta_slow as f32);
-            let own = match config.model_type {
-                ModelType::Ministral3 => {
-                    metadata.push(key("yarn_log_multiplier"), 1.0f32);
-                    attention_factor
-                }
-                _ => attention_factor / yarn_magnitude(factor),
-            };
-            let is_own = (own - 1.0).abs() > SAME_FACTOR;
-            if is_own && config.model_type == ModelType::Ministral3 {
-                return Err(format!("`attention_factor` of YaRN is {attention_factor}"));
+            let is_ministral3 = config.model_type == ModelType::Ministral3;
+            if !is_ministral3 && [beta_fast, beta_slow] != YARN_BETAS {
+                return Err(format!("`beta_fast` and `beta_slow` of YaRN are {beta_fast} and {beta_slow}"));
             }
-            if is_own {
-                metadata.push(key("attn_factor"), own as f32);
+            if is_ministral3 {
+                metadata.push(key("yarn_log_multiplier"), 1.0f32);
+            }
+            let default = if is_ministral3 { 1.0 } else { yarn_magnitude(factor) };
+            let own = attention_factor / default;
+            match (own - 1.0).abs() > SAME_FACTOR {
+                true if is_ministral3 => return Err(format!("`attention_factor` of YaRN is {attention_factor}")),
+                true => metadata.push(key("attn_factor"), own as f32),
+                false => {}
             }
         }
     }
@@ -134,11 +136,11 @@ mod tests {
 
     #[test]
     fn only_own_factors_of_attention_are_written() {
-        let of = |attention_factor: f64, beta_fast: f64| {
+        let of = |attention_factor: f64| {
             let config = ModelConfig {
                 rope_scaling: RopeScaling::Yarn {
                     factor: 4.0,
-                    beta_fast,
+                    beta_fast: 32.0,
                     beta_slow: 1.0,
                     original_max_position_embeddings: 8192,
                     truncate: true,
@@ -148,9 +150,10 @@ mod tests {
             };
             let mut metadata = Metadata::default();
             push_scaling(&config, "qwen3", &mut metadata).unwrap();
-            metadata.get("qwen3.rope.scaling.attn_factor").is_some()
+            metadata.get("qwen3.rope.scaling.attn_factor").cloned()
         };
-        assert!(!of(yarn_magnitude(4.0), 32.0) && of(1.0, 32.0) && of(2.0, 16.0));
+        let default = yarn_magnitude(4.0);
+        assert_eq!((of(default), of(1.0)), (None, Some(((1.0 / default) as f32).into())));
     }
 
     #[test]
@@ -170,7 +173,7 @@ mod tests {
         };
         let other = |truncate, attention_factor| RopeScaling::Yarn {
             factor,
-            beta_fast,
+            beta_fast: beta_fast / 2.0,
             beta_slow,
             original_max_position_embeddings,
             truncate,
@@ -178,6 +181,7 @@ mod tests {
         };
         assert_eq!(refusal("ministral-3-8b", other(true, 1.5)), "`attention_factor` of YaRN is 1.5");
         assert_eq!(refusal("ministral-3-8b", other(false, 1.0)), "`truncate` of YaRN is false");
+        assert_eq!(refusal("qwen3-8b", other(true, 1.0)), "`beta_fast` and `beta_slow` of YaRN are 16 and 1");
     }
 
     #[test]

@@ -308,7 +308,7 @@ impl TokenizerFolder {
         }
         for step in sequence(pre_tokenizer, "pretokenizers") {
             let is_whole = step["type"] == "Metaspace" && step["replacement"] == SPACE && step["split"] == false;
-            if !is_whole && !splits_at_no_space(step) {
+            if !is_whole && !is_idle_space_split(step) {
                 return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), ""));
             }
         }
@@ -325,9 +325,13 @@ impl TokenizerFolder {
                 _ => return Err(self.refuse(format!("the normalizer {step} has no form in GGUF"), "")),
             }
         }
-        let steps = sequence(&self.parts.pre_tokenizer, "pretokenizers");
-        for step in steps.into_iter().filter(|step| !splits_at_no_space(step)) {
-            replaces = true;
+        let normalizer_replaces = replaces;
+        for step in sequence(&self.parts.pre_tokenizer, "pretokenizers") {
+            match is_idle_space_split(step) {
+                true if normalizer_replaces => continue,
+                true => return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), "")),
+                false => replaces = true,
+            }
             prefix |= match step["prepend_scheme"].as_str() {
                 Some(scheme) => scheme != "never",
                 None => step["add_prefix_space"] != false,
@@ -443,10 +447,10 @@ fn sequence<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
     }
 }
 
-/// Returns whether a step of a pre-tokenizer splits at spaces, as in Gemma. It has no effect, because the normalizer has
-/// replaced them.
-fn splits_at_no_space(step: &Value) -> bool {
-    step["type"] == "Split" && step["pattern"]["String"] == " "
+/// Returns whether a step of a pre-tokenizer splits at spaces, as in Gemma. It has no effect if the normalizer has replaced
+/// them.
+fn is_idle_space_split(step: &Value) -> bool {
+    step["type"] == "Split" && step["pattern"]["String"] == " " && step["invert"] != true
 }
 
 /// Returns the text of the token that stands for a byte.

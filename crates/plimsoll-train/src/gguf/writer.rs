@@ -219,6 +219,9 @@ mod tests {
         let rows = write(&tensors, 5, |i| i as f32).unwrap();
         let values = decode(BlockType::F32, &rows.tensors["d"].data);
         assert_eq!(values, [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]);
+        let norm = PlannedTensor { adds_one: true, ..planned("n", &[3], BlockType::F32, None) };
+        let norm = write(&[norm], 2, |i| i as f32).unwrap();
+        assert_eq!(decode(BlockType::F32, &norm.tensors["n"].data), [1.0, 2.0, 3.0]);
         let values = decode(BlockType::F32, &rows.tensors["c"].data);
         assert_eq!(values[..12], [0.0, 1.0, 2.0, 6.0, 7.0, 8.0, 3.0, 4.0, 5.0, 9.0, 10.0, 11.0]);
     }

@@ -5,7 +5,7 @@ use crate::gguf::family_settings::{
     GEMMA2_SOFTCAPS, GEMMA2_WINDOW, GEMMA3_LOCAL_THETA, applies_windows, gemma_query_scalar, window_period,
 };
 use crate::gguf::file::GgufFile;
-use crate::gguf::frequencies::{find_llama3_scaling, yarn_magnitude};
+use crate::gguf::frequencies::{YARN_BETAS, find_llama3_scaling, yarn_magnitude};
 use plimsoll_program::models::{ModelType, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -159,13 +159,14 @@ impl<'a> Settings<'a> {
                 "original_max_position_embeddings": original_max_position_embeddings,
             }));
         }
+        // Files without a type scale linearly, the older ones by another key.
+        let factor = self.number("rope.scaling.factor")?.or(self.number("rope.scale_linear")?);
+        let is_neutral = factor.is_none_or(|factor| factor == 0.0 || factor == 1.0);
         match self.value("rope.scaling.type").and_then(Value::as_str) {
-            None | Some("none") => Ok(Value::Null),
-            Some("linear") => {
-                let factor = self.required_number("rope.scaling.factor")?;
-                Ok(json!({ "rope_type": "linear", "factor": factor }))
-            }
-            Some("yarn") => self.yarn(),
+            Some("none") => Ok(Value::Null),
+            None | Some("linear") if is_neutral => Ok(Value::Null),
+            None | Some("linear") => Ok(json!({ "rope_type": "linear", "factor": factor })),
+            Some("yarn") if self.model_type.norm_offset() == 0.0 => self.yarn(),
             Some(other) => Err(format!("`{}.rope.scaling.type` is {other}, which is not supported", self.architecture)),
         }
     }
@@ -174,17 +175,26 @@ impl<'a> Settings<'a> {
     fn yarn(&self) -> Result<Value, String> {
         let factor = self.required_number("rope.scaling.factor")?;
         let number = |key: &str, default: f64| Ok::<_, String>(self.number(key)?.unwrap_or(default));
+        let is_ministral3 = self.model_type == ModelType::Ministral3;
         let divisor = match number("rope.scaling.yarn_log_multiplier", 0.0)? {
             0.0 => 1.0,
-            1.0 => yarn_magnitude(factor),
+            1.0 if is_ministral3 => yarn_magnitude(factor),
             _ => return Err(format!("`{}.rope.scaling.yarn_log_multiplier` is not supported", self.architecture)),
+        };
+        // llama.cpp reads them for this family only.
+        let [fast, slow] = match is_ministral3 {
+            true => [
+                number("rope.scaling.yarn_beta_fast", YARN_BETAS[0])?,
+                number("rope.scaling.yarn_beta_slow", YARN_BETAS[1])?,
+            ],
+            false => YARN_BETAS,
         };
         Ok(json!({
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": self.whole("rope.scaling.original_context_length")?,
-            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0)?,
-            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0)?,
+            "beta_fast": fast,
+            "beta_slow": slow,
             "attention_factor": number("rope.scaling.attn_factor", 1.0)? * yarn_magnitude(factor) / divisor,
         }))
     }
@@ -268,7 +278,8 @@ impl<'a> Settings<'a> {
             return Err(format!("`{}.attention.sliding_window` is not supported", self.architecture));
         }
         let (key, period) = ("attention.sliding_window_pattern", window_period(self.model_type));
-        let differs = |period: u64| self.value(key).is_some_and(|pattern| !has_period(pattern, period));
+        let layers = self.optional_whole("block_count")?;
+        let differs = |period: u64| self.value(key).is_some_and(|pattern| !has_period(pattern, period, layers));
         match period.is_some_and(differs) {
             true => Err(format!("`{}.{key}` is not supported", self.architecture)),
             false => Ok(()),
@@ -284,12 +295,13 @@ fn rope_parameters(theta: f64, scaling: &Value) -> Map<String, Value> {
     parameters
 }
 
-/// Returns whether a pattern of windows leaves out each layer of number `period` · n, counted from 1. The pattern is the
-/// period, or a list that tells for each layer whether it has a window.
-fn has_period(pattern: &Value, period: u64) -> bool {
-    let Some(layers) = pattern.as_array() else { return pattern.as_u64() == Some(period) };
+/// Returns whether a pattern of windows leaves out every nth layer, n = `period`. The pattern is the period, or a list that
+/// tells for each of `layers` layers whether it has a window.
+fn has_period(pattern: &Value, period: u64, layers: Option<u64>) -> bool {
+    let Some(list) = pattern.as_array() else { return pattern.as_u64() == Some(period) };
     let expected = (1..).map(|number: u64| !number.is_multiple_of(period));
-    layers.iter().zip(expected).all(|(has_window, expected)| has_window.as_bool() == Some(expected))
+    let is_expected = |(has_window, expected): (&Value, bool)| has_window.as_bool() == Some(expected);
+    layers == Some(list.len() as u64) && list.iter().zip(expected).all(is_expected)
 }
 
 #[cfg(test)]
@@ -312,15 +324,17 @@ mod tests {
         let error = Settings::of(&file("mamba", &[])).err().unwrap();
         assert!(error.starts_with("the architecture `mamba` is not supported; supported: llama, mistral3"), "{error}");
         let refusal = |architecture: &str, key: &str, value: Value| {
-            Settings::of(&file(architecture, &[(key, value)])).unwrap().refuse_parts(64).err()
+            let file = file(architecture, &[(key, value), ("block_count", json!(7))]);
+            Settings::of(&file).unwrap().refuse_parts(64).err()
         };
         let window = "attention.sliding_window";
         assert_eq!(refusal("llama", window, json!(4096)).unwrap(), "`llama.attention.sliding_window` is not supported");
         let pattern = "attention.sliding_window_pattern";
-        let layers = json!([true, true, false, true]);
+        let layers = json!([true, true, false, true, true, false, true]);
         let expected = format!("`gemma3.{pattern}` is not supported");
         assert_eq!(refusal("gemma3", pattern, json!(4)).as_ref(), Some(&expected));
         assert_eq!(refusal("gemma3", pattern, layers).as_ref(), Some(&expected));
+        assert_eq!(refusal("gemma3", pattern, json!([])).as_ref(), Some(&expected));
         assert_eq!(
             refusal("gemma3", "final_logit_softcapping", json!(30.0)).unwrap(),
             "`gemma3.final_logit_softcapping` is not supported"
@@ -347,20 +361,40 @@ mod tests {
 
     #[test]
     fn yarn_of_a_file_has_the_factor_of_llama_cpp() {
-        let scaling = |more: &[(&str, Value)]| {
+        let scaling = |architecture: &str, more: &[(&str, Value)]| {
             let keys = [
                 ("rope.scaling.type", json!("yarn")),
                 ("rope.scaling.factor", json!(4.0)),
                 ("rope.scaling.original_context_length", json!(8192)),
             ];
-            let file = file("qwen3", &[&keys, more].concat());
-            Settings::of(&file).unwrap().rope_scaling(&[], 1e6, 128).map(|scaling| scaling["attention_factor"].as_f64())
+            let file = file(architecture, &[&keys, more].concat());
+            let scaling = Settings::of(&file).unwrap().rope_scaling(&[], 1e6, 128)?;
+            Ok::<_, String>((scaling["attention_factor"].as_f64().unwrap(), scaling["beta_fast"].as_f64().unwrap()))
         };
-        let default = yarn_magnitude(4.0);
-        assert_eq!(scaling(&[]), Ok(Some(default)));
-        assert_eq!(scaling(&[("rope.scaling.attn_factor", json!(0.5))]), Ok(Some(0.5 * default)));
-        assert_eq!(scaling(&[("rope.scaling.yarn_log_multiplier", json!(1.0))]), Ok(Some(1.0)));
-        let error = scaling(&[("rope.scaling.yarn_log_multiplier", json!(0.7))]).unwrap_err();
+        let (default, log) = (yarn_magnitude(4.0), ("rope.scaling.yarn_log_multiplier", json!(1.0)));
+        assert_eq!(scaling("qwen3", &[("rope.scaling.yarn_beta_fast", json!(16.0))]), Ok((default, 32.0)));
+        assert_eq!(scaling("qwen3", &[("rope.scaling.attn_factor", json!(0.5))]), Ok((0.5 * default, 32.0)));
+        let ministral3 = scaling("mistral3", &[log.clone(), ("rope.scaling.yarn_beta_fast", json!(16.0))]);
+        assert_eq!(ministral3, Ok((1.0, 16.0)));
+        let error = scaling("qwen3", &[log]).unwrap_err();
         assert_eq!(error, "`qwen3.rope.scaling.yarn_log_multiplier` is not supported");
+        assert_eq!(scaling("gemma3", &[]).unwrap_err(), "`gemma3.rope.scaling.type` is yarn, which is not supported");
+    }
+
+    #[test]
+    fn factor_without_a_type_scales_linearly() {
+        let scaling = |key: &str, factor: f64| {
+            let file = file("llama", &[(key, json!(factor))]);
+            Settings::of(&file).unwrap().rope_scaling(&[], 1e4, 64).unwrap()
+        };
+        let by_four = json!({ "rope_type": "linear", "factor": 4.0 });
+        assert_eq!(
+            (scaling("rope.scaling.factor", 4.0), scaling("rope.scale_linear", 4.0)),
+            (by_four.clone(), by_four)
+        );
+        assert_eq!(
+            (scaling("rope.scaling.factor", 1.0), scaling("rope.scale_linear", 0.0)),
+            (Value::Null, Value::Null)
+        );
     }
 }

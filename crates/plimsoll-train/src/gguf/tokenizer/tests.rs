@@ -111,9 +111,13 @@ fn split_at_replaced_spaces_has_no_effect() {
     let expressed = express(&gemma, &json!({"eos_token": "</s>"}), 264, &[2]).unwrap();
     let prefix = expressed.metadata.get("tokenizer.ggml.add_space_prefix");
     assert_eq!((expressed.kind, prefix), ("llama", Some(&MetadataValue::Bool(false))));
+    let mut inverted = gemma.clone();
+    inverted["pre_tokenizer"]["invert"] = true.into();
     gemma["normalizer"] = Value::Null;
-    let refusal = express(&gemma, &json!({"eos_token": "</s>"}), 264, &[2]).err().unwrap();
-    assert!(refusal.contains("spaces are not written as `▁`"), "{refusal}");
+    for tokenizer in [gemma, inverted] {
+        let refusal = express(&tokenizer, &json!({"eos_token": "</s>"}), 264, &[2]).err().unwrap();
+        assert!(refusal.contains("the pre-tokenizer {") && refusal.contains("has no form in GGUF"), "{refusal}");
+    }
 }
 
 #[test]
