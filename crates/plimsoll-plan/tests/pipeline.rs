@@ -146,6 +146,7 @@ fn eight_devices_hold_a_larger_model() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn stages_offload_what_does_not_fit() {
     let config = preset("smollm2-135m").expect("listed");
     let devices_with = |budgets: &[u64]| -> Vec<DeviceSpec> {
@@ -185,6 +186,7 @@ fn stages_offload_what_does_not_fit() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn slow_links_prefer_an_offloading_pipeline() {
     // A tied embedding would cross the link.
     let config = ModelConfig { tied: false, ..preset("smollm2-135m").expect("listed") };

@@ -38,6 +38,7 @@ fn plan_request<'a>(config: &'a plimsoll_program::models::ModelConfig, device: &
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn every_preset_packs_to_lower_bound() {
     let targets = [DeviceKind::Cpu, DeviceKind::Paper];
     let runs = targets.into_iter().flat_map(|kind| [(kind, DType::F32), (kind, DType::Bf16)]);

@@ -321,6 +321,7 @@ fn fifty_f32_steps_deviate_by_rounding_only() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn sharded_team_matches_one_device() {
     let _watchdog = Watchdog::new();
     let shares = [
@@ -354,6 +355,7 @@ fn sharded_team_matches_one_device() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn pipeline_matches_one_device() {
     let _watchdog = Watchdog::new();
     // More micro-batches than stages, a partial micro-batch, fewer micro-batches than stages.
@@ -620,6 +622,7 @@ fn ops_of_step(case: &Case, set: &ProgramSet, rank: usize) -> u32 {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn aborted_step_repeats_with_same_bits() {
     let _watchdog = Watchdog::new();
     for (kind, serializes_ops) in [(DeviceKind::Cpu, true), (DeviceKind::Virtual, true), (DeviceKind::Virtual, false)] {
