@@ -504,7 +504,7 @@ def test_runs_survive_or_resume_after_lost_head(pair: tuple[Host, Host], tmp_pat
     # The remaining device does not complete the steps before the others have joined again.
     first, second = SLOW_DEVICES
     data_parallel = "run.parallelism=data"
-    plain = train(beta, tmp_path / "plain", ",".join(FAST_LINK_DEVICES), STEPS, data_parallel)
+    plain = train(beta, tmp_path / "plain", ",".join(SLOW_DEVICES), STEPS, data_parallel)
     of_the_cluster = RunningRun(beta, tmp_path / "cluster", f"ray:alpha/{first},ray:beta/{second}", STEPS, data_parallel, "train.save_every=0")
     with_its_own = RunningRun(beta, tmp_path / "own", f"{first},ray:alpha/{second}", STEPS, data_parallel)
     for run in (of_the_cluster, with_its_own):
