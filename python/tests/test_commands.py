@@ -229,9 +229,10 @@ def test_occupied_port_is_reported_before_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(membership, "_own_ip", lambda: "127.0.0.1")
+    # Below the ports that the system gives to connections, so that no other port of the range is taken.
+    port = 24_000 + os.getpid() % 1000
     for of_head in (True, False):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)):
             base = port if of_head else port - (ports.raylet_ports(0, 1).metrics_export)
             devices = "virtual:a=100MiB@0.1,virtual:b=100MiB@0.1"
             assert commands.main(["join", "--head", "--devices", devices, "--ports", str(base)]) == 2
