@@ -1,8 +1,7 @@
-"""Fixtures of all tests: a watchdog, a cache for the session, and the shared cluster."""
+"""Fixtures of all tests: a cache for the session, and the shared cluster."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -13,20 +12,10 @@ import pytest
 import hosts
 from hosts import Host
 
-#: Longest time of a test. A test that hangs ends the session with a traceback.
-WATCHDOG_SECONDS = 400
-
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("PLIMSOLL_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture(autouse=True)
-def watchdog() -> Iterator[None]:
-    faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
@@ -53,9 +42,13 @@ FAILED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Records a failure for the fixtures of the test."""
+    """Records a failure for the fixtures of the test, and shows it at once: a later test may hang and end the session."""
     report = yield
-    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    if report.failed:
+        item.stash[FAILED] = True
+        terminal: pytest.TerminalReporter | None = item.config.pluginmanager.get_plugin("terminalreporter")
+        assert terminal is not None
+        terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext}")
     return report
 
 
