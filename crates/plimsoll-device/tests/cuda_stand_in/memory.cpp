@@ -81,6 +81,8 @@ Address reserve(uint64_t bytes) {
     if (next > BASE + SPACE) die("no device addresses are left");
     void* got = mmap((void*)at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
     if (got != (void*)at) die("device addresses are taken");
+    // Opening and closing memory takes time for each of its pages, which large pages make few.
+    madvise(got, bytes, MADV_HUGEPAGE);
     return at;
 }
 
