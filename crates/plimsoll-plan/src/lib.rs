@@ -74,4 +74,6 @@ pub mod price;
 pub mod search;
 pub mod sweep;
 pub mod team;
+#[cfg(test)]
+mod testing;
 pub mod timeline;

@@ -45,7 +45,7 @@ impl<'a> EventLog<'a> {
         let mut text = Vec::new();
         let read = self.file.rewind().and_then(|()| self.file.read_to_end(&mut text));
         read.map_err(|error| FilesError::io(&self.path, "read", error))?;
-        let is_that_evaluation = |line: &[u8]| match serde_json::from_slice(line) {
+        let is_that_evaluation = |line: &[u8]| match Record::from_line(line) {
             Ok(Record { event: Event::Evaluation { step, .. }, .. }) => step == after_step,
             // A partial line of a killed run.
             _ => false,

@@ -417,6 +417,7 @@ fn killed_or_paused_process_is_lost_device() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn process_paused_while_opening_or_joining_is_lost() {
     let _watchdog = Watchdog::new();
     let Some(folder) = in_own_process("process_paused_while_opening_or_joining_is_lost") else { return };

@@ -116,6 +116,7 @@ fn missing_models_are_named_with_their_other_sources() {
     let workspace = Workspace::new(&SMALL);
     for (model, hint) in [
         ("Qwen/Qwen2.5-0.5B", "for a model of the Hugging Face Hub: hub:Qwen/Qwen2.5-0.5B"),
+        ("models/Qwen2.5-0.5B", "for a model of the Hugging Face Hub: hub:OWNER/Qwen2.5-0.5B"),
         ("smollm2-135m", "smollm2-135m is a preset, which has no weights"),
     ] {
         for line in [&["generate", model, "--prompt", "a"][..], &["export", model, "--merged", "out"]] {

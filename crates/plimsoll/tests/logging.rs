@@ -200,6 +200,7 @@ fn failing_webhook_stops_no_run() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn silent_webhook_delays_no_step() {
     let workspace = Workspace::new(&SMALL);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

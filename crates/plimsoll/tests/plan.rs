@@ -189,7 +189,8 @@ fn plan_names_the_host_memory_of_each_machine() {
         text(&output.stdout)
     };
     let two = "pc1/rtx3090=1GiB,pc1/host=32GiB,pc2/rtx3070=1GiB,pc2/host=16GiB,pc1-pc2=100gbit";
-    let plan: Value = serde_json::from_str(&planned(two, &["--json"])).unwrap();
+    let json = planned(two, &["--json"]);
+    let plan: Value = serde_json::from_str(&json).unwrap();
     let hosts = plan["machine_hosts"].as_array().unwrap();
     assert_eq!((&hosts[0]["name"], &hosts[1]["name"]), (&"pc1/host".into(), &"pc2/host".into()));
     let bytes = |host: &Value, key: &str| host[key].as_u64().unwrap();
@@ -202,7 +203,7 @@ fn plan_names_the_host_memory_of_each_machine() {
     // Upper and lower case name the same cards and machines.
     let same = "PC1/RTX3090=1GiB,pc1/Host=32GiB,Pc2/Rtx3070=1GiB,PC2/host=16GiB,pc2-pc1=100Gbit";
     let lower = |plan: &str| plan.to_lowercase();
-    assert_eq!(lower(&planned(same, &["--json"])), lower(&planned(two, &["--json"])));
+    assert_eq!(lower(&planned(same, &["--json"])), lower(&json));
 }
 
 /// Returns the folder of a llama of hidden size 576, with `keys` in place of some keys of its `config.json`.

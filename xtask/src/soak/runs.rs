@@ -229,7 +229,7 @@ impl RunRecord {
     pub fn read(run: &Path) -> anyhow::Result<RunRecord> {
         let (mut steps, mut events) = (BTreeMap::new(), Vec::new());
         for line in fs::read_to_string(run.join("events.jsonl"))?.lines() {
-            let event = serde_json::from_str::<Record>(line)?.event;
+            let event = Record::from_line(line.as_bytes())?.event;
             if let Event::Step { step, loss, norm, labelled_tokens, .. } = event {
                 steps.insert(step, StepValues { labelled_tokens, loss, norm });
             }

@@ -50,33 +50,15 @@ fn plan_under(request: &PlanRequest, line: Bytes, rungs: &[Rung], max_seconds: f
 mod tests {
     use super::*;
     use crate::paper::paper;
-    use crate::search::{LossyOptions, PinnedChoices};
-    use plimsoll_core::{Budget, DType, HostSpec};
-    use plimsoll_program::Share;
-    use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+    use crate::testing;
+    use plimsoll_core::{Budget, DType};
     use plimsoll_program::models::preset;
 
     #[test]
     fn least_memory_plan_is_smaller_and_hardly_slower() {
         let config = preset("smollm2-135m").unwrap();
         let device = paper("rtx3090", Budget::DEVICE).unwrap();
-        let adamw = Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full };
-        let request = PlanRequest {
-            config: &config,
-            precision: DType::Bf16,
-            sequence: 512,
-            sequences: 32,
-            source: WeightSource::Random { seed: 1 },
-            optimizer: Some(adamw),
-            evaluate: false,
-            generation: None,
-            device: &device,
-            host: HostSpec::NONE,
-            lossy: LossyOptions::default(),
-            pins: PinnedChoices::default(),
-            rungs: vec![],
-            share: Share::SINGLE_DEVICE,
-        };
+        let request = PlanRequest { precision: DType::Bf16, ..testing::request(&config, &device, 512, 32) };
         let fastest = search(&request).plan;
         let LeastMemoryPlan { outcome, fastest_step_seconds } = least_memory_plan(&request, 0.02);
         let peak = outcome.plan.devices[0].peak_bytes;

@@ -95,7 +95,7 @@ impl<'q> LossySearch<'q> {
     /// both with the scratch file.
     pub fn fastest(&self, rungs: &[Rung], tried: &mut Vec<TriedRecipe>) -> Option<PackedCandidate> {
         let request = with_lossy(self.request, rungs);
-        let bound = Some(request.device.arena_budget().0.saturating_add(1));
+        let bound = Some(request.arena_bound());
         let file = request.host.file;
         let in_memory = (file.budget > Bytes::ZERO).then(|| {
             let host = HostSpec { file: FileSpec { budget: Bytes::ZERO, ..file }, ..request.host };
@@ -117,8 +117,7 @@ impl<'q> LossySearch<'q> {
 
     /// Returns whether the smallest recipe with these rungs fits after packing.
     pub fn has_fitting_recipe(&self, rungs: &[Rung]) -> bool {
-        let bound = self.request.device.arena_budget().0.saturating_add(1);
-        self.smallest_with(rungs, Some(bound)).is_some()
+        self.smallest_with(rungs, Some(self.request.arena_bound())).is_some()
     }
 
     /// Returns the peak of the device under the fastest recipe with these rungs; `None` if no recipe fits.

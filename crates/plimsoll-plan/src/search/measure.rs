@@ -270,6 +270,11 @@ impl<'q> Measurer<'q> {
         bytes.fits(&self.request.arena_limits())
     }
 
+    /// Returns whether bytes per space stay under the load lines of host and scratch file.
+    pub fn is_under_host_lines(&self, bytes: PerSpace<u64>) -> bool {
+        self.is_under_load_lines(PerSpace { device: 0, ..bytes })
+    }
+
     /// Returns false if an offload choice does not fit even with full recompute, by cached measurements and resident
     /// bytes.
     pub fn may_fit(&self, micro_batch: u32, offload: Offload) -> bool {

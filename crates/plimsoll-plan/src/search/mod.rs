@@ -146,8 +146,7 @@ pub(crate) fn has_fitting_recipe(request: &PlanRequest) -> bool {
 /// Returns whether the smallest recipe fits, like [`has_fitting_recipe`]. `cache` has measurements of requests that
 /// differ from this one only in load lines.
 pub(crate) fn has_fitting_recipe_with(request: &PlanRequest, cache: &Arc<MeasurementCache>) -> bool {
-    let bound = request.device.arena_budget().0.saturating_add(1);
-    offload::smallest(&Measurer::with_cache(request, Arc::clone(cache)), Some(bound)).is_some()
+    offload::smallest(&Measurer::with_cache(request, Arc::clone(cache)), Some(request.arena_bound())).is_some()
 }
 
 /// Finds the fastest recipe that fits after packing. If none of the usual candidates fits, begins with the `smallest`

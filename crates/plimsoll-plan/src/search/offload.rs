@@ -347,7 +347,7 @@ fn fastest<'c>(measurer: &Measurer, list: &'c [Candidate]) -> Option<&'c Candida
 /// `None` if it needs `bound` device bytes or more. Without a bound there is always a result. The result does not
 /// depend on earlier measurements.
 pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candidate> {
-    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
+    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_host_lines(bytes);
     let packs = |found: &Candidate| {
         let is_below = |bound| found.packed_bytes(measurer.request).device < bound;
         measurer.packs_on_host(found) && bound.is_none_or(is_below)
@@ -362,15 +362,15 @@ pub(super) fn smallest(measurer: &Measurer, bound: Option<u64>) -> Option<Candid
 /// Returns whether any of the small recipes probably fits by its lower bounds. None is packed. If the result is false, a
 /// search that needs any recipe is taken to have none.
 pub(super) fn may_fit(measurer: &Measurer) -> bool {
-    let bound = measurer.request.device.arena_budget().0.saturating_add(1);
-    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_load_lines(PerSpace { device: 0, ..bytes });
+    let bound = measurer.request.arena_bound();
+    let fits_on_host = |bytes: PerSpace<u64>| measurer.is_under_host_lines(bytes);
     let small = SmallRecipes::below(measurer, Space::Device, &fits_on_host, bound);
     let Some(first) = small.recipes.first() else { return false };
     if (first.min_bytes.device as f64) < CLEARLY_BELOW * bound as f64 {
         return true;
     }
     // If any fits, the first mostly does.
-    measurer.fits(&measurer.candidate(small.recipe(measurer, first)))
+    measurer.fits(&measurer.candidate(small.recipe(measurer, first.level, first.offload)))
         || small.least(measurer, &fits_on_host, &HashSet::new()).is_some()
 }
 
@@ -453,11 +453,7 @@ impl SmallRecipes {
         SmallRecipes { space, bound, micro_batch, levels, transient, recipes }
     }
 
-    fn recipe(&self, measurer: &Measurer, small: &SmallRecipe) -> Recipe {
-        self.recipe_of(measurer, small.level, small.offload)
-    }
-
-    fn recipe_of(&self, measurer: &Measurer, level: usize, offload: Offload) -> Recipe {
+    fn recipe(&self, measurer: &Measurer, level: usize, offload: Offload) -> Recipe {
         measurer.request.recipe(self.micro_batch, self.levels[level].clone(), offload)
     }
 
@@ -469,7 +465,7 @@ impl SmallRecipes {
         excluded: &HashSet<Recipe>,
     ) -> Option<Candidate> {
         let predicted_from_full_recompute = |offload: Offload, level: usize| {
-            let full = measurer.known_bytes(&self.recipe_of(measurer, 0, offload))?;
+            let full = measurer.known_bytes(&self.recipe(measurer, 0, offload))?;
             Some(predict_from_full_recompute(full, self.transient[0], self.transient[level]))
         };
         let (mut least, mut found) = (self.bound, None);
@@ -478,7 +474,7 @@ impl SmallRecipes {
             if min_bytes.get(self.space) >= least {
                 break;
             }
-            let recipe = self.recipe(measurer, small);
+            let recipe = self.recipe(measurer, level, offload);
             let is_too_large = |bytes: PerSpace<u64>| bytes.get(self.space) >= least || !fits(bytes);
             let known = measurer.known_bytes(&recipe).or_else(|| predicted_from_full_recompute(offload, level));
             if known.is_some_and(is_too_large) || excluded.contains(&recipe) {
@@ -486,7 +482,7 @@ impl SmallRecipes {
             }
             let variants = smaller_variants(measurer, offload).into_iter().filter(|variant| *variant != offload);
             let mut variants =
-                variants.filter_map(|variant| measurer.known_bytes(&self.recipe_of(measurer, level, variant)));
+                variants.filter_map(|variant| measurer.known_bytes(&self.recipe(measurer, level, variant)));
             if self.space == Space::Device && variants.any(|bytes| bytes.device >= least) {
                 continue;
             }
@@ -530,5 +526,33 @@ fn predict_from_full_recompute(full: PerSpace<u64>, full_transient: u64, transie
         device: (full.device + transient).saturating_sub(full_transient + uncertainty),
         host: full.host.saturating_sub(uncertainty),
         file: full.file,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, HostSpec, Link};
+    use plimsoll_program::models::{ModelConfig, preset};
+
+    #[test]
+    fn no_recipe_fits_where_none_may_fit() {
+        let config = ModelConfig { layers: 3, ..preset("smollm2-135m").unwrap() };
+        let mut counts = [0; 2];
+        for mib in (60..660).step_by(20) {
+            let device = testing::device(1.0, Bytes::mib(mib), Link::MEMORY);
+            let device = DeviceSpec { kind: DeviceKind::Paper, ..device };
+            for host in [0, 80, 600] {
+                let host = HostSpec { budget: Bytes::mib(host), ..HostSpec::NONE };
+                let request = PlanRequest { host, ..testing::request(&config, &device, 64, 4) };
+                // Each search begins without measurements of the other.
+                let may_fit = may_fit(&Measurer::new(&request));
+                let found = smallest(&Measurer::new(&request), Some(request.arena_bound()));
+                assert!(may_fit || found.is_none(), "{mib} MiB, {host:?}: {found:?}");
+                counts[usize::from(found.is_some())] += 1;
+            }
+        }
+        assert!(counts.iter().all(|count| *count > 10), "{counts:?}");
     }
 }

@@ -345,6 +345,11 @@ impl PlanRequest<'_> {
         PerSpace { device: self.device.arena_budget().0, host: self.host.budget.0, file: self.host.file.budget.0 }
     }
 
+    /// Returns the fewest bytes of the device's arena that are above the load line.
+    pub(super) fn arena_bound(&self) -> u64 {
+        self.device.arena_budget().0.saturating_add(1)
+    }
+
     /// Returns those of the `rungs` that the request does not have already.
     pub(crate) fn rungs_in_addition(&self, rungs: &[Rung]) -> Vec<Rung> {
         rungs.iter().copied().filter(|rung| !self.rungs.contains(rung)).collect()

@@ -295,9 +295,8 @@ pub(super) fn choose_levels(profile: &Profile, layers: usize, budget: u64) -> Op
 mod tests {
     use super::*;
     use crate::paper::paper;
-    use crate::search::{LossyOptions, PinnedChoices};
-    use plimsoll_core::{Budget, DType, HostSpec};
-    use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+    use crate::testing;
+    use plimsoll_core::Budget;
     use plimsoll_program::models::{Extras, preset};
 
     #[test]
@@ -307,25 +306,8 @@ mod tests {
         let extras = Extras { window: Some(256), full_layers: vec![0], ..Extras::default() };
         let windowed = ModelConfig { extras, ..plain.clone() };
         let device = paper("rtx3090", Budget::Share(0.9)).expect("listed");
-        let [plain, windowed] = [&plain, &windowed].map(|config| {
-            let request = PlanRequest {
-                config,
-                precision: DType::F32,
-                sequence: 1024,
-                sequences: 8,
-                source: WeightSource::Random { seed: 1 },
-                optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
-                evaluate: false,
-                generation: None,
-                device: &device,
-                host: HostSpec::NONE,
-                lossy: LossyOptions::default(),
-                pins: PinnedChoices::default(),
-                rungs: vec![],
-                share: Share::SINGLE_DEVICE,
-            };
-            measure_profile(&request, 8)
-        });
+        let [plain, windowed] =
+            [&plain, &windowed].map(|config| measure_profile(&testing::request(config, &device, 1024, 8), 8));
         assert_eq!(plain.levels.len(), RecomputeLevel::ALL.len());
         let first_keys = 3 * 8 * 1024 * 4;
         for (plain, windowed) in plain.levels.iter().zip(&windowed.levels) {

@@ -99,8 +99,7 @@ impl<'q> RecipeTable<'q> {
         }
         if table.recipes.is_empty() {
             // The smallest recipe, however slow it is.
-            let bound = request.device.arena_budget().0.saturating_add(1);
-            table.add(offload::smallest(&table.measurer, Some(bound)).into_iter().collect());
+            table.add(offload::smallest(&table.measurer, Some(request.arena_bound())).into_iter().collect());
         }
         table
     }

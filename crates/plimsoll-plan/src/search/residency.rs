@@ -233,36 +233,21 @@ impl Mul<f64> for ResidencyDelta {
 mod tests {
     use super::*;
     use crate::paper::paper;
-    use crate::search::{LossyOptions, PinnedChoices};
-    use plimsoll_core::{Budget, DType, HostSpec};
-    use plimsoll_program::Share;
-    use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, WeightSource};
+    use crate::search::LossyOptions;
+    use crate::testing;
+    use plimsoll_core::{Budget, DType};
+    use plimsoll_program::models::decoder::{Base, Method};
     use plimsoll_program::models::preset;
 
     #[test]
     fn predicted_residency_equals_measured_residency() {
         let device = paper("rtx3090", Budget::DEVICE).unwrap();
-        let state = AdamState::Full;
         let lossy = LossyOptions::default();
         let adapters = LossyOptions { method: Method::Lora(lossy.lora.clone()), base: Base::Nf4, ..lossy.clone() };
         for (model, lossy) in [("smollm2-135m", &lossy), ("llama-3.2-1b", &adapters), ("qwen2.5-7b", &lossy)] {
             let config = preset(model).unwrap();
-            let request = PlanRequest {
-                config: &config,
-                precision: DType::Bf16,
-                sequence: 512,
-                sequences: 4,
-                source: WeightSource::Random { seed: 1 },
-                optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
-                evaluate: false,
-                generation: None,
-                device: &device,
-                host: HostSpec::NONE,
-                lossy: lossy.clone(),
-                pins: PinnedChoices::default(),
-                rungs: vec![],
-                share: Share::SINGLE_DEVICE,
-            };
+            let request = testing::request(&config, &device, 512, 4);
+            let request = PlanRequest { precision: DType::Bf16, lossy: lossy.clone(), ..request };
             let layers = config.layers as u32;
             let (residency, tensors) = (ResidencyModel::measure(&request), resident_tensors(&request));
             for number in 0..64u32 {

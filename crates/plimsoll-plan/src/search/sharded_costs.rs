@@ -193,8 +193,7 @@ pub(crate) fn recipe_of_share(
 
 /// Returns the recipe with the least memory of the device, however slow it is; `None` if it does not fit.
 fn smallest_that_fits(measurer: &Measurer) -> Option<Candidate> {
-    let bound = measurer.request.device.arena_budget().0.saturating_add(1);
-    offload::smallest(measurer, Some(bound)).filter(|candidate| measurer.fits(candidate))
+    offload::smallest(measurer, Some(measurer.request.arena_bound())).filter(|candidate| measurer.fits(candidate))
 }
 
 /// Returns the fastest recipe of a share that fits, by its packed bytes if it was packed, and otherwise by their lower

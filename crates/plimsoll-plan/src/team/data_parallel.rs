@@ -538,7 +538,8 @@ fn share_of_rank(sequences: &[u64], rank: usize) -> Share {
 mod tests {
     use super::*;
     use crate::search::has_fitting_recipe;
-    use crate::team::{limit_host, testing};
+    use crate::team::limit_host;
+    use crate::testing;
     use plimsoll_core::{Bytes, DeviceKind, HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
     use proptest::prelude::*;

@@ -30,8 +30,6 @@ mod remedies;
 mod sharded;
 mod stage;
 mod team_plan;
-#[cfg(test)]
-mod testing;
 
 use crate::search::{
     LossySearch, PlanOutcome, PlanRequest, has_fitting_recipe_with, join, kind_of, lossy_option_sets, parallel_map,

@@ -302,7 +302,8 @@ fn with_lower_budgets(team: &TeamRequest, first: &DevicePlan, need: &Remedy, mea
 mod tests {
     use super::*;
     use crate::search::LossyOptions;
-    use crate::team::{plan_team, testing};
+    use crate::team::plan_team;
+    use crate::testing;
     use plimsoll_core::{Link, Parallelism};
     use plimsoll_program::models::{ModelConfig, preset};
 

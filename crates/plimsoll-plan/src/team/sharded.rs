@@ -672,7 +672,7 @@ fn even_shards(ranks: u64) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::team::testing::{device, request};
+    use crate::testing::{device, request};
     use plimsoll_core::{HostSpec, Link};
     use plimsoll_program::models::{ModelConfig, preset};
 

@@ -204,8 +204,8 @@ fn machine_host(team: &TeamRequest, workers: &[PlannedWorker], machine: &Machine
 #[cfg(test)]
 mod tests {
     use crate::search::PlanRequest;
-    use crate::team::testing::{device, request};
     use crate::team::{TeamConstraint, TeamRequest, plan_team};
+    use crate::testing::{device, request};
     use plimsoll_core::{Bytes, Link, Parallelism};
     use plimsoll_program::models::{ModelConfig, preset};
 

@@ -104,6 +104,12 @@ impl RopeScaling {
         }
     }
 
+    /// Returns the factor by which YaRN lets rotated queries and keys grow if frequencies are divided by `factor`:
+    /// 1 + 0.1 · `coefficient` · ln(`factor`), and 1 for factors up to 1.
+    pub fn yarn_growth(factor: f64, coefficient: f64) -> f64 {
+        if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 }
+    }
+
     /// Returns the factor of rotated queries and of rotated keys: 1 except for YaRN.
     pub fn attention_factor(&self) -> f64 {
         match self {

@@ -189,8 +189,15 @@ fn suggest_source(path: &Path) -> Option<String> {
     if preset(&name).is_some() {
         return Some(format!("{name} is a preset, which has no weights: name a directory or a model of the hub"));
     }
-    let is_repository = name.split('/').count() == 2 && !name.starts_with(['.', '/']);
-    is_repository.then(|| format!("for a model of the Hugging Face Hub: hub:{name}"))
+    let (owner, repository) = name.split_once('/').filter(|(_, rest)| !rest.contains('/'))?;
+    let owner = match owner {
+        "" | "." | ".." | "~" | "runs" => return None,
+        // `models/gpt2` is meant as a folder here, not as a repository of the owner `models`.
+        "models" => "OWNER",
+        _ if Path::new(owner).is_dir() => "OWNER",
+        _ => owner,
+    };
+    Some(format!("for a model of the Hugging Face Hub: hub:{owner}/{repository}"))
 }
 
 /// Returns a hint for a directory that is not a model: the model or the adapters in it to use instead. Returns `None`

@@ -11,7 +11,8 @@ pub const GEMMA2_SOFTCAPS: [f64; 2] = [50.0, 30.0];
 /// Window that llama.cpp takes for Gemma 2 if a file names none.
 pub const GEMMA2_WINDOW: u64 = 4096;
 
-/// Returns n if every nth layer has no window in llama.cpp; `None` if it applies no window to this family.
+/// Returns n if every nth layer has no window in llama.cpp, whatever a file says; `None` if it applies no window to this
+/// family.
 pub const fn window_period(model_type: ModelType) -> Option<u64> {
     match model_type {
         ModelType::Gemma2 => Some(2),

@@ -18,11 +18,6 @@ const SAME_FACTOR: f64 = 1e-6;
 /// `beta_fast` and `beta_slow` that llama.cpp takes in all architectures but `mistral3`, which reads them from the file.
 pub const YARN_BETAS: [f64; 2] = [32.0, 1.0];
 
-/// Returns the factor of rotated queries and keys that YaRN has by default, for frequencies that are divided by `factor`.
-pub fn yarn_magnitude(factor: f64) -> f64 {
-    if factor <= 1.0 { 1.0 } else { 1.0 + 0.1 * factor.ln() }
-}
-
 /// Adds the keys of the rotary frequencies.
 ///
 /// # Errors
@@ -66,7 +61,7 @@ pub fn push_scaling(config: &ModelConfig, architecture: &str, metadata: &mut Met
             if is_ministral3 {
                 metadata.push(key("yarn_log_multiplier"), 1.0f32);
             }
-            let default = if is_ministral3 { 1.0 } else { yarn_magnitude(factor) };
+            let default = if is_ministral3 { 1.0 } else { RopeScaling::yarn_growth(factor, 1.0) };
             let own = attention_factor / default;
             match (own - 1.0).abs() > SAME_FACTOR {
                 true if is_ministral3 => return Err(format!("`attention_factor` of YaRN is {attention_factor}")),
@@ -152,7 +147,7 @@ mod tests {
             push_scaling(&config, "qwen3", &mut metadata).unwrap();
             metadata.get("qwen3.rope.scaling.attn_factor").cloned()
         };
-        let default = yarn_magnitude(4.0);
+        let default = RopeScaling::yarn_growth(4.0, 1.0);
         assert_eq!((of(default), of(1.0)), (None, Some(((1.0 / default) as f32).into())));
     }
 

@@ -298,19 +298,13 @@ impl TokenizerFolder {
 
     /// Checks that a tokenizer without byte-level words is of the second kind. Returns the name of its pre-tokenizer.
     fn check_sentencepiece(&self, pre: Option<&str>) -> Result<String, GgufError> {
-        let Parts { model, pre_tokenizer, .. } = &self.parts;
+        let model = &self.parts.model;
         if !model.byte_fallback {
             let reason = "it is neither a byte-level BPE (ByteLevel) nor a BPE with byte_fallback";
             return Err(self.refuse(reason, "llama.cpp has no other tokenizers for these models"));
         }
         if let Some(missing) = (0..256).map(byte_token).find(|token| !model.vocab.contains_key(token)) {
             return Err(self.refuse(format!("`byte_fallback` is true, but the token `{missing}` is missing"), ""));
-        }
-        for step in sequence(pre_tokenizer, "pretokenizers") {
-            let is_whole = step["type"] == "Metaspace" && step["replacement"] == SPACE && step["split"] == false;
-            if !is_whole && !is_idle_space_split(step) {
-                return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), ""));
-            }
         }
         Ok(pre.unwrap_or("default").to_owned())
     }
@@ -327,11 +321,14 @@ impl TokenizerFolder {
         }
         let normalizer_replaces = replaces;
         for step in sequence(&self.parts.pre_tokenizer, "pretokenizers") {
-            match is_idle_space_split(step) {
-                true if normalizer_replaces => continue,
-                true => return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), "")),
-                false => replaces = true,
+            if normalizer_replaces && is_space_split(step) {
+                // No space is left.
+                continue;
             }
+            if step["type"] != "Metaspace" || step["replacement"] != SPACE || step["split"] != false {
+                return Err(self.refuse(format!("the pre-tokenizer {step} has no form in GGUF"), ""));
+            }
+            replaces = true;
             prefix |= match step["prepend_scheme"].as_str() {
                 Some(scheme) => scheme != "never",
                 None => step["add_prefix_space"] != false,
@@ -447,9 +444,8 @@ fn sequence<'a>(part: &'a Value, key: &str) -> Vec<&'a Value> {
     }
 }
 
-/// Returns whether a step of a pre-tokenizer splits at spaces, as in Gemma. It has no effect if the normalizer has replaced
-/// them.
-fn is_idle_space_split(step: &Value) -> bool {
+/// Returns whether a step of a pre-tokenizer splits at spaces, as in Gemma.
+fn is_space_split(step: &Value) -> bool {
     step["type"] == "Split" && step["pattern"]["String"] == " " && step["invert"] != true
 }
 

@@ -1,10 +1,9 @@
 //! Reads `events.jsonl` while a run writes it.
 
-use plimsoll_core::{Bytes, EVENTS_VERSION, Event, HeldMemory, Record};
+use plimsoll_core::{EVENTS_VERSION, Record};
 use plimsoll_device::regular_file;
-use serde::Deserialize;
 use std::fs::{File, TryLockError};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
@@ -25,10 +24,16 @@ struct OpenLog {
     inode: u64,
     /// Bytes that have been read.
     offset: u64,
-    /// Bytes after the last line break: a line that is still being written.
-    partial: Vec<u8>,
-    /// Whether the rest of a line that is too long is being skipped.
-    skips_line: bool,
+    line: PartialLine,
+}
+
+/// The line that is being read, and may still be written.
+#[derive(Default)]
+struct PartialLine {
+    /// Its bytes so far, with its line break.
+    bytes: Vec<u8>,
+    /// Whether they are the rest of a line that is too long, and are skipped.
+    is_skipped: bool,
 }
 
 /// A part of a log, in the order in which it is read.
@@ -67,7 +72,7 @@ impl RunLog {
             take(LogPart::Start);
             let file = regular_file::open(&self.path)?;
             let inode = file.metadata()?.ino();
-            self.open = Some(OpenLog { file, inode, offset: 0, partial: vec![], skips_line: false });
+            self.open = Some(OpenLog { file, inode, offset: 0, line: PartialLine::default() });
         }
         self.open.as_mut().expect("it was just opened").read_new(take)
     }
@@ -86,89 +91,46 @@ impl RunLog {
 
 impl OpenLog {
     fn read_new(&mut self, take: &mut dyn FnMut(LogPart)) -> io::Result<()> {
-        self.file.seek(SeekFrom::Start(self.offset))?;
-        let mut chunk = vec![0; CHUNK_BYTES];
+        let OpenLog { file, offset, line, .. } = self;
+        file.seek(SeekFrom::Start(*offset))?;
+        let mut reader = BufReader::with_capacity(CHUNK_BYTES, file);
         loop {
-            let length = self.file.read(&mut chunk)?;
+            // A line with its line break.
+            let room = MAX_LINE_BYTES + 1 - line.bytes.len();
+            let length = reader.by_ref().take(room as u64).read_until(b'\n', &mut line.bytes)?;
             if length == 0 {
                 return Ok(());
             }
-            self.offset += length as u64;
-            self.take_bytes(&chunk[..length], take);
+            *offset += length as u64;
+            line.finish().into_iter().for_each(|record| take(LogPart::Record(record)));
         }
     }
+}
 
-    /// Takes the next bytes of the log, and gives the records of all complete lines to `take`.
-    fn take_bytes(&mut self, bytes: &[u8], take: &mut dyn FnMut(LogPart)) {
-        let mut lines = bytes.split(|byte| *byte == b'\n').peekable();
-        while let Some(line) = lines.next() {
-            // The last part has no line break yet.
-            let is_whole = lines.peek().is_some();
-            if is_whole && self.partial.is_empty() && !self.skips_line {
-                parse_record(line).into_iter().for_each(|record| take(LogPart::Record(record)));
-                continue;
-            }
-            if !self.skips_line {
-                self.partial.extend_from_slice(line);
-            }
-            if self.partial.len() > MAX_LINE_BYTES {
-                self.skips_line = true;
-                self.partial.clear();
-            }
-            if is_whole && !std::mem::take(&mut self.skips_line) {
-                parse_record(&self.partial).into_iter().for_each(|record| take(LogPart::Record(record)));
-                self.partial.clear();
-            }
+impl PartialLine {
+    /// Ends the line if its line break has been read. Returns its record; `None` if it is not complete, or no record.
+    fn finish(&mut self) -> Option<Record> {
+        let mut record = None;
+        match self.bytes.strip_suffix(b"\n") {
+            Some(_) if self.is_skipped => self.is_skipped = false,
+            Some(line) => record = parse_record(line),
+            None if self.bytes.len() > MAX_LINE_BYTES => self.is_skipped = true,
+            None => return None,
         }
+        self.bytes.clear();
+        record
     }
 }
 
 /// Parses a line; `None` if it is no record of this version.
 fn parse_record(line: &[u8]) -> Option<Record> {
-    let record = StepLine::parse(line).map(Record::from).or_else(|| serde_json::from_slice(line).ok());
-    record.filter(|record| record.version == EVENTS_VERSION)
-}
-
-/// The record of a step, without the levels of [`Record`]. Most lines are steps, and are parsed several times as fast by
-/// these fields than as a [`Record`], which keeps all fields until it knows the kind of the event.
-#[derive(Deserialize)]
-struct StepLine<'a> {
-    version: u32,
-    time: f64,
-    event: &'a str,
-    step: u64,
-    loss: Option<f64>,
-    norm: f64,
-    learning_rate: f64,
-    tokens: u64,
-    labelled_tokens: u64,
-    seconds: f64,
-    bytes: Bytes,
-    #[serde(default)]
-    memory: Option<Vec<HeldMemory>>,
-}
-
-impl<'a> StepLine<'a> {
-    /// Parses a line; `None` if it is no step.
-    fn parse(line: &'a [u8]) -> Option<StepLine<'a>> {
-        serde_json::from_slice(line).ok().filter(|line: &StepLine| line.event == "step")
-    }
-}
-
-impl From<StepLine<'_>> for Record {
-    fn from(line: StepLine<'_>) -> Record {
-        let StepLine {
-            version, time, step, norm, learning_rate, tokens, labelled_tokens, seconds, bytes, memory, ..
-        } = line;
-        let loss = line.loss.unwrap_or(f64::NAN);
-        let event = Event::Step { step, loss, norm, learning_rate, tokens, labelled_tokens, seconds, bytes, memory };
-        Record { version, time, event }
-    }
+    Record::from_line(line).ok().filter(|record| record.version == EVENTS_VERSION)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use plimsoll_core::Event;
     use std::fs;
     use std::io::Write;
 
@@ -228,31 +190,6 @@ mod tests {
         assert!(later.contains(":2,"), "{later}");
         fs::write(&path, format!("{{\"half\n\n{long}\n{}\u{0}\n{later}{}", line("one"), line("two"))).unwrap();
         assert_eq!(messages(&mut log), ["start", "one", "two"]);
-    }
-
-    #[test]
-    fn steps_are_parsed_as_all_records() {
-        let held =
-            HeldMemory { device: "cpu".to_owned(), held_bytes: Bytes(5), peak_bytes: None, arena_by_category: None };
-        for (loss, memory) in [(0.1 + 0.2, None), (f64::NAN, Some(vec![held]))] {
-            let event = Event::Step {
-                step: 7,
-                loss,
-                norm: 1e-300,
-                learning_rate: 3e-4,
-                tokens: 64,
-                labelled_tokens: 63,
-                seconds: 0.25,
-                bytes: Bytes(1 << 40),
-                memory,
-            };
-            let record = Record { version: EVENTS_VERSION, time: 1795806062.427775, event };
-            let line = serde_json::to_string(&record).unwrap();
-            assert!(StepLine::parse(line.as_bytes()).is_some(), "{line}");
-            // Not by equality, because NaN differs from itself.
-            assert_eq!(format!("{:?}", parse_record(line.as_bytes()).unwrap()), format!("{record:?}"));
-        }
-        assert!(StepLine::parse(line("none").as_bytes()).is_none());
     }
 
     #[test]

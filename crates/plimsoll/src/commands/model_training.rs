@@ -72,7 +72,7 @@ impl ModelInProgress {
         drop(state);
         for line in BufReader::new(output).lines() {
             // The last line is the result.
-            let Ok(record) = serde_json::from_str::<Record>(&line?) else { continue };
+            let Ok(record) = Record::from_line(line?.as_bytes()) else { continue };
             self.state().outlook.update(&record.event, Instant::now());
             watcher.observe(&record);
         }

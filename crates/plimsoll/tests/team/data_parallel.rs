@@ -79,6 +79,7 @@ fn slow_device_gets_fewer_sequences() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
 fn deterministic_command_repeats_its_bits() {
     let _alone = Turn::alone();
     let workspace = Workspace::new(&Shape { steps: 20, ..QUICK });

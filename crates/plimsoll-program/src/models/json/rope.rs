@@ -261,7 +261,7 @@ fn read_scaling(keys: &Keys, outer_original: Option<u64>, max_positions: u64) ->
 /// that is not given follows from `factor` and two optional coefficients.
 fn read_yarn(keys: &Keys, factor: f64, original_max_position_embeddings: u64) -> Result<RopeScaling, ConfigError> {
     let non_zero = |key: &str| Ok::<_, ConfigError>(keys.number(key)?.filter(|number| *number != 0.0));
-    let grown = |coefficient: f64| if factor <= 1.0 { 1.0 } else { 0.1 * coefficient * factor.ln() + 1.0 };
+    let grown = |coefficient: f64| RopeScaling::yarn_growth(factor, coefficient);
     let coefficients = (non_zero("mscale")?, non_zero("mscale_all_dim")?);
     let by_factor = match coefficients {
         (Some(part), Some(all)) => grown(part) / grown(all),

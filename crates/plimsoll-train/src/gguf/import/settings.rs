@@ -5,7 +5,7 @@ use crate::gguf::family_settings::{
     GEMMA2_SOFTCAPS, GEMMA2_WINDOW, GEMMA3_LOCAL_THETA, applies_windows, gemma_query_scalar, window_period,
 };
 use crate::gguf::file::GgufFile;
-use crate::gguf::frequencies::{YARN_BETAS, find_llama3_scaling, yarn_magnitude};
+use crate::gguf::frequencies::{YARN_BETAS, find_llama3_scaling};
 use plimsoll_program::models::{ModelType, RopeScaling};
 use serde_json::{Map, Value, json};
 
@@ -176,9 +176,10 @@ impl<'a> Settings<'a> {
         let factor = self.required_number("rope.scaling.factor")?;
         let number = |key: &str, default: f64| Ok::<_, String>(self.number(key)?.unwrap_or(default));
         let is_ministral3 = self.model_type == ModelType::Ministral3;
+        let growth = RopeScaling::yarn_growth(factor, 1.0);
         let divisor = match number("rope.scaling.yarn_log_multiplier", 0.0)? {
             0.0 => 1.0,
-            1.0 if is_ministral3 => yarn_magnitude(factor),
+            1.0 if is_ministral3 => growth,
             _ => return Err(format!("`{}.rope.scaling.yarn_log_multiplier` is not supported", self.architecture)),
         };
         // llama.cpp reads them for this family only.
@@ -195,7 +196,7 @@ impl<'a> Settings<'a> {
             "original_max_position_embeddings": self.whole("rope.scaling.original_context_length")?,
             "beta_fast": fast,
             "beta_slow": slow,
-            "attention_factor": number("rope.scaling.attn_factor", 1.0)? * yarn_magnitude(factor) / divisor,
+            "attention_factor": number("rope.scaling.attn_factor", 1.0)? * growth / divisor,
         }))
     }
 
@@ -371,7 +372,7 @@ mod tests {
             let scaling = Settings::of(&file).unwrap().rope_scaling(&[], 1e6, 128)?;
             Ok::<_, String>((scaling["attention_factor"].as_f64().unwrap(), scaling["beta_fast"].as_f64().unwrap()))
         };
-        let (default, log) = (yarn_magnitude(4.0), ("rope.scaling.yarn_log_multiplier", json!(1.0)));
+        let (default, log) = (RopeScaling::yarn_growth(4.0, 1.0), ("rope.scaling.yarn_log_multiplier", json!(1.0)));
         assert_eq!(scaling("qwen3", &[("rope.scaling.yarn_beta_fast", json!(16.0))]), Ok((default, 32.0)));
         assert_eq!(scaling("qwen3", &[("rope.scaling.attn_factor", json!(0.5))]), Ok((0.5 * default, 32.0)));
         let ministral3 = scaling("mistral3", &[log.clone(), ("rope.scaling.yarn_beta_fast", json!(16.0))]);

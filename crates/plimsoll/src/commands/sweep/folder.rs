@@ -217,7 +217,7 @@ impl SweepFolder {
         let mut progress = RunProgress::default();
         let log = regular_file::open(&folder.join("events.jsonl")).ok().map(BufReader::new);
         for line in log.into_iter().flat_map(BufReader::lines).map_while(Result::ok) {
-            let Ok(Record { event, .. }) = serde_json::from_str(&line) else { continue };
+            let Ok(Record { event, .. }) = Record::from_line(line.as_bytes()) else { continue };
             match event {
                 Event::Step { step, loss, .. } => (progress.steps, progress.loss) = (step, Some(loss)),
                 Event::Evaluation { loss, .. } => progress.eval_loss = Some(loss),

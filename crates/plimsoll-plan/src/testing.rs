@@ -1,4 +1,4 @@
-//! Devices and requests for the tests of team planning.
+//! Devices and requests for tests.
 
 use crate::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
@@ -7,7 +7,7 @@ use plimsoll_program::models::ModelConfig;
 use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
 
 /// Returns a simulated device with a fraction `pace` of the speed of a CPU core, and a link to the others.
-pub(super) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
+pub(crate) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
     let core = Rates {
         f32_flops: 100e9,
         bf16_flops: 200e9,
@@ -32,7 +32,7 @@ pub(super) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
 }
 
 /// Returns a request for steps of `sequences` sequences of `sequence` tokens, without a host.
-pub(super) fn request<'a>(
+pub(crate) fn request<'a>(
     config: &'a ModelConfig,
     device: &'a DeviceSpec,
     sequence: u64,
