@@ -162,7 +162,9 @@ const TEST_FOLDER: &str = "PLIMSOLL_TEST_FOLDER";
 /// that process, and `None` in the process that started it.
 fn in_own_process(test: &str) -> Option<PathBuf> {
     if let Some(folder) = std::env::var_os(TEST_FOLDER) {
-        return Some(folder.into());
+        let folder = PathBuf::from(folder);
+        fs::write(folder.join("began"), "").expect("the folder is writable");
+        return Some(folder);
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
     let cpu = Cpu::read();
@@ -179,9 +181,10 @@ fn in_own_process(test: &str) -> Option<PathBuf> {
     let entries: Vec<Value> = (1..=cpu.threads).map(entry).collect();
     fs::write(folder.path().join("devices.json"), Value::from(entries).to_string()).expect("the folder is writable");
     let mut command = Command::new(std::env::current_exe().expect("the path of this program"));
-    command.args(["--exact", test, "--nocapture"]);
+    command.args(["--exact", test, "--nocapture", "--include-ignored"]);
     command.env(TEST_FOLDER, folder.path()).env("PLIMSOLL_CACHE", folder.path());
     assert!(command.status().expect("the process starts").success(), "{test}");
+    assert!(folder.path().join("began").exists(), "no test has the name {test}");
     None
 }
 
