@@ -25,8 +25,8 @@ pub fn run(arguments: &[String]) -> Result<()> {
     let args = Args::parse_from(std::iter::once("kill").chain(arguments.iter().map(String::as_str)));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
-        .args(["test", "--release", "--workspace", "--test", "kill", "--"])
-        .args(["--exact", "killed_runs_in_full", "--ignored", "--nocapture"])
+        .args(["test", "--release", "--workspace", "--test", "cli", "--"])
+        .args(["--exact", "kill::killed_runs_in_full", "--ignored", "--nocapture"])
         .env("PLIMSOLL_KILL_SEED", args.seed.to_string())
         .env("PLIMSOLL_KILL_RUNS", args.runs.to_string())
         .status()

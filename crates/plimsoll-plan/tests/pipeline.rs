@@ -1,8 +1,6 @@
 //! Planned pipelines: stages of unequal size on devices that cannot hold the model alone, each under its own load line.
 
-mod common;
-
-use common::plan_request;
+use crate::common::{self, plan_request};
 use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, HostSpec, Link, Offload, Parallelism};
 use plimsoll_plan::search::{PlanRequest, search};
 use plimsoll_plan::team::{

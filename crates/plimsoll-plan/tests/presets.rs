@@ -1,8 +1,7 @@
 //! Plans of all presets: Programs are well-formed, packings meet the lower bound, and a refused run fits at the budget
 //! that the refusal names.
 
-mod common;
-
+use crate::common;
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, Link, Rates, Recipe, RecomputeLevel, Space, WorkKind};
 use plimsoll_plan::search::{PinnedChoices, PlanRequest, plan_recipe, search};
 use plimsoll_program::models::decoder::Generation;

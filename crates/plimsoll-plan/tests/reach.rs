@@ -1,9 +1,7 @@
 //! Model sizes that small paper devices reach, with offload to the host and with allowed lossy rungs. Charges are
 //! included.
 
-mod common;
-
-use common::plan_request;
+use crate::common::{self, plan_request};
 use plimsoll_core::{Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, Offload, Recipe, RecomputeLevel, Rung};
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe, search};

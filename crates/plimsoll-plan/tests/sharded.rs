@@ -1,9 +1,7 @@
 //! The search on one rank of a sharded team (FSDP): its memory, the time of its gathers, and recipes under a load line that is
 //! too low for the whole model.
 
-mod common;
-
-use common::plan_request;
+use crate::common::plan_request;
 use plimsoll_core::{Budget, Bytes, DType, Parallelism};
 use plimsoll_plan::paper;
 use plimsoll_plan::search::{PinnedChoices, PlanOutcome, PlanRequest, search};

@@ -1,9 +1,7 @@
 //! Planned teams: data parallel and sharded. Shares make the slowest device as fast as possible, each device keeps under its
 //! own load line, and a device that would slow the team is excluded.
 
-mod common;
-
-use common::device;
+use crate::common::{self, device};
 use plimsoll_core::{
     Budget, Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, Parallelism, Plan, Rung,
 };

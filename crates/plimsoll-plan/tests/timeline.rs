@@ -1,8 +1,6 @@
 //! The timeline of a plan: its peak is that of the plan, its categories add up, and it names the op that sets the peak.
 
-mod common;
-
-use common::{device, host, plan_request};
+use crate::common::{device, host, plan_request};
 use plimsoll_core::{Bytes, DType, DevicePlan, DeviceSpec, Link, Parallelism, TimelinePoint, WorkKind, peak_point};
 use plimsoll_plan::search::{LossyOptions, PlanRequest, search};
 use plimsoll_plan::team::{TeamConstraint, TeamRequest, plan_team};

@@ -1,11 +1,8 @@
 //! Measured use of the arena: on the CPU and virtual devices, its bytes by category are those of the plan. The buffers
 //! that count at the fullest moment are exactly those that the step still needs.
 
-mod common;
-#[allow(dead_code, reason = "other tests use the rest")]
-mod team_support;
-
-use common::Watchdog;
+use crate::common::Watchdog;
+use crate::team_support::*;
 use plimsoll_core::{Bytes, Category, DType, DeviceKind, Offload, Parallelism, Recipe, RecomputeLevel, Space};
 use plimsoll_device::device::{Memory, NoObserver, Observer};
 use plimsoll_device::error::DeviceError;
@@ -16,7 +13,6 @@ use plimsoll_program::{Lifetime, Mode, Op, Placement, ProgramKind, ProgramSet, T
 use plimsoll_train::engine::Engine;
 use plimsoll_train::engine::arena_use::{BytesByCategory, FullestMoment};
 use std::ops::Range;
-use team_support::*;
 
 /// Runs two steps, an evaluation, text generation and a checkpoint, and returns the measured bytes by category of each
 /// rank.

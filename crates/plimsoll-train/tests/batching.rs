@@ -1,17 +1,13 @@
 //! Generation of several sequences at once: each has the logits that it has alone, and the arena is used as planned.
 
-mod common;
-#[allow(dead_code, unused_imports, reason = "other tests use the rest")]
-mod team_support;
-
-use common::Watchdog;
+use crate::common::Watchdog;
+use crate::team_support::*;
 use plimsoll_core::{Bytes, DType, DeviceKind, Offload, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{LossyOptions, PlanOutcome, PlanRequest, plan_recipe};
 use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder::{Base, Generation, PART_TOKENS};
 use plimsoll_program::passes::check::check;
 use plimsoll_train::engine::{Engine, SlotTokens};
-use team_support::*;
 
 /// Tokens of a chunk: two parts.
 const CHUNK: u64 = 2 * PART_TOKENS;

@@ -1,9 +1,7 @@
 //! Runs on remote devices, each in a process of its own: they end with the bits of a run on local devices, a refused step is
 //! repeated by all, and a killed process is a lost device.
 
-mod common;
-
-use common::Watchdog;
+use crate::common::Watchdog;
 use plimsoll_core::{Event, Exit, Record, RunStatus};
 use plimsoll_device::probe::Cpu;
 use plimsoll_train::config::RunConfig;
@@ -130,7 +128,7 @@ impl RemoteConnector for ServerProcesses {
         let socket = self.folder.path().join(self.started.fetch_add(1, Ordering::Relaxed).to_string());
         let listener = UnixListener::bind(&socket)?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["--exact", "server_process_of_other_tests", "--nocapture"]);
+        command.args(["--exact", "remote::server_process_of_other_tests", "--nocapture"]);
         let child = command.env(SERVER_SOCKET, &socket).stdout(Stdio::null()).spawn()?;
         let streams = StreamChannel::new(listener.accept()?.0, listener.accept()?.0);
         let pause_at = self.pause.filter(|pause| pause.device == device).map(|pause| pause.request);
@@ -181,7 +179,7 @@ fn in_own_process(test: &str) -> Option<PathBuf> {
     let entries: Vec<Value> = (1..=cpu.threads).map(entry).collect();
     fs::write(folder.path().join("devices.json"), Value::from(entries).to_string()).expect("the folder is writable");
     let mut command = Command::new(std::env::current_exe().expect("the path of this program"));
-    command.args(["--exact", test, "--nocapture", "--include-ignored"]);
+    command.args(["--exact", &format!("remote::{test}"), "--nocapture", "--include-ignored"]);
     command.env(TEST_FOLDER, folder.path()).env("PLIMSOLL_CACHE", folder.path());
     assert!(command.status().expect("the process starts").success(), "{test}");
     assert!(folder.path().join("began").exists(), "no test has the name {test}");

@@ -2,10 +2,8 @@
 //! one device, to 1e-9 in f64, where only the order of sums differs. All data parallel ranks have the same bits. A rank
 //! that aborts anywhere blocks no other rank and leaves no step half done.
 
-mod common;
-mod team_support;
-
-use common::Watchdog;
+use crate::common::Watchdog;
+use crate::team_support::*;
 use plimsoll_core::{Category, DType, DeviceKind, Offload, Parallelism, Recipe, RecomputeLevel, Space};
 use plimsoll_device::cpu::executor;
 use plimsoll_device::device::{Device, Memory, NoObserver, Observer};
@@ -22,7 +20,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use team_support::*;
 
 /// Checks that one device with the saved weights evaluates bit-identically to the team, with the same order of rows and
 /// micro-batches.

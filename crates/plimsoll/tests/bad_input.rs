@@ -1,9 +1,7 @@
 //! Errors in the model, the data and the disk, found when they are opened: the exit code, one message with hints, no lost
 //! data and no leftovers that disturb the next run. Errors in flags and run files are in `usage.rs`.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace, config, tokenizer};
+use crate::common::{SMALL, Shape, Workspace, config, tokenizer};
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;

@@ -1,8 +1,6 @@
 //! The JSON output and the flags of `plan`, `generate`, `eval`, `devices` and `bench step`.
 
-mod common;
-
-use common::{SMALL, Shape, ShellOnTerminal, Workspace, run_on_terminal};
+use crate::common::{SMALL, Shape, ShellOnTerminal, Workspace, run_on_terminal};
 use serde_json::Value;
 use std::fs;
 use std::process::Command;

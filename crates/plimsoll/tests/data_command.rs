@@ -1,8 +1,6 @@
 //! `plimsoll data`: what a model will see of the training data, for people and as JSON.
 
-mod common;
-
-use common::{CommandOutput, SMALL, Workspace};
+use crate::common::{CommandOutput, SMALL, Workspace};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 

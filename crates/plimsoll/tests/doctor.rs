@@ -1,8 +1,6 @@
 //! `plimsoll doctor`: the machine, runs that fit, do not fit or are invalid, limits of the process, and untouched files.
 
-mod common;
-
-use common::{CommandOutput, SMALL, Shape, Workspace};
+use crate::common::{CommandOutput, SMALL, Shape, Workspace};
 use serde_json::Value;
 
 /// Returns the findings of a doctor command, after checking that they are complete and match its exit code.

@@ -1,8 +1,6 @@
 //! `plimsoll export`: a trained run as a GGUF file, with and without adapters, and what it refuses.
 
-mod common;
-
-use common::{SMALL, Shape, VOCAB, Workspace};
+use crate::common::{SMALL, Shape, VOCAB, Workspace};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -148,7 +146,11 @@ fn unusable_models_are_refused_before_writing() {
     let workspace = trained();
     let line = ["export", "run", "--gguf", "x.gguf", "--type", "q4_k_m"];
     for (file, content, says) in [
-        ("tokenizer.json", common::tokenizer(VOCAB).to_string(), "it is neither a byte-level BPE (ByteLevel) nor"),
+        (
+            "tokenizer.json",
+            crate::common::tokenizer(VOCAB).to_string(),
+            "it is neither a byte-level BPE (ByteLevel) nor",
+        ),
         (
             "tokenizer.json",
             byte_level().to_string().replace("\"use_regex\":true", "\"use_regex\":false"),

@@ -1,8 +1,6 @@
 //! Runs on the files of `examples/data`: each format and container, recognized by the records.
 
-mod common;
-
-use common::{SMALL, Workspace};
+use crate::common::{SMALL, Workspace};
 use std::fs;
 use std::path::PathBuf;
 

@@ -1,8 +1,6 @@
 //! `plimsoll generate`: conversations from files and with a user, files of prompts, stop texts, the model's own rules.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace};
+use crate::common::{SMALL, Shape, Workspace};
 use serde_json::{Value, json};
 use std::fs;
 

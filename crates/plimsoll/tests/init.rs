@@ -1,8 +1,6 @@
 //! `plimsoll init`: the run file from flags and from a dialogue on a terminal, its plan, and a run with it.
 
-mod common;
-
-use common::{SMALL, Workspace, converse};
+use crate::common::{SMALL, Workspace, converse};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};

@@ -1,8 +1,6 @@
 //! The pages of `docs/journeys`: each command of a page runs, in order, with a tiny model in place of the named one.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace, config};
+use crate::common::{SMALL, Shape, Workspace, config};
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::os::unix::fs::symlink;

@@ -1,9 +1,7 @@
 //! Runs that are killed, stopped by a signal, or have a damaged checkpoint: `--resume` ends with the files of an
 //! undisturbed run, bit for bit.
 
-mod common;
-
-use common::{Rng, Running, SMALL, Shape, Workspace};
+use crate::common::{Rng, Running, SMALL, Shape, Workspace};
 use plimsoll_device::cache::sealed_json;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -1,9 +1,7 @@
 //! Refusals and their remedies: every command of a refusal fits, the terminal prompt runs the chosen one, and a fallback
 //! to the CPU is announced. Also: plans that are followed with `--plan`, and rates measured under contention.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace, run_on_terminal};
+use crate::common::{SMALL, Shape, Workspace, run_on_terminal};
 use plimsoll_device::probe::Cpu;
 use serde_json::{Value, json};
 use std::process::Command;
@@ -49,10 +47,10 @@ fn refusal_commands_plan_as_announced() {
     let workspace = Workspace::new(&SMALL);
     // A model of few layers keeps the search over pipelines short.
     let few = json!({
-        "hidden_size": 576, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "hidden_size": 576, "num_hidden_layers": 3, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
         "intermediate_size": 1536, "vocab_size": 8192, "max_position_embeddings": 512,
     });
-    let mut config = common::config(SMALL.hidden);
+    let mut config = crate::common::config(SMALL.hidden);
     few.as_object().unwrap().iter().for_each(|(key, value)| config[key] = value.clone());
     std::fs::create_dir(workspace.path("few")).unwrap();
     workspace.write("few/config.json", config.to_string());
@@ -307,9 +305,9 @@ fn foreign_or_refused_plan_is_not_followed() {
     refused(&["512 tokens a step", "256 tokens a step"]);
     assert_eq!(plan(&["--budget", "1MiB"]), Some(3));
     refused(&["plan.json: this plan does not fit"]);
-    workspace.write("model/config.json", common::config(64).to_string());
+    workspace.write("model/config.json", crate::common::config(64).to_string());
     assert_eq!(plan(&[]), Some(0));
-    workspace.write("model/config.json", common::config(SMALL.hidden).to_string());
+    workspace.write("model/config.json", crate::common::config(SMALL.hidden).to_string());
     refused(&["plan.json: a plan of ", " parameters"]);
     assert_eq!(plan(&[]), Some(0));
     workspace.succeed(&["train", "run.toml", "--plan", "plan.json"]);

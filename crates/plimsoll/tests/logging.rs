@@ -1,9 +1,7 @@
 //! The logs of runs for other programs: TensorBoard's event files and the webhook. Tests of the Python package read the
 //! files with TensorBoard itself.
 
-mod common;
-
-use common::{SMALL, Workspace};
+use crate::common::{SMALL, Workspace};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,8 +1,6 @@
 //! Mixtures of training data (`[[data.source]]`): training, resume, splits, and the report of `plimsoll data`.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace};
+use crate::common::{SMALL, Shape, Workspace};
 use serde_json::{Value, json};
 use std::fs;
 

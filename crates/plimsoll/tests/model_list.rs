@@ -1,8 +1,6 @@
 //! `plimsoll models`: presets and folders, planned on devices that are present or on paper.
 
-mod common;
-
-use common::{SMALL, Workspace};
+use crate::common::{SMALL, Workspace};
 use plimsoll_core::DType;
 use plimsoll_program::models::{check_supported, preset, preset_names};
 use plimsoll_program::workspace::Kernels;

@@ -1,8 +1,6 @@
 //! `plimsoll bench models`: models are planned and trained one after another, and a failing one does not stop the others.
 
-mod common;
-
-use common::{SMALL, Workspace, config};
+use crate::common::{SMALL, Workspace, config};
 use serde_json::Value;
 
 /// Runs the benchmark, which has to end with `code` and delete its temporary files. Returns its rows and its output.

@@ -2,9 +2,7 @@
 //! report, and machines without NVML or driver. Also `plimsoll watch --pid` with processes on those cards, and
 //! recommendations to close them.
 
-mod common;
-
-use common::{CommandOutput, Running, SMALL, Workspace};
+use crate::common::{CommandOutput, Running, SMALL, Workspace};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,7 @@
 //! Pipeline parallel training of a model that fits on no single device: same result as on one large device, within all
 //! load lines, with checkpoints that a single device can resume.
 
-mod common;
-
-use common::{SMALL, Shape, Turn, Workspace};
+use crate::common::{SMALL, Shape, Turn, Workspace};
 use serde_json::Value;
 
 /// A model that is large compared with the charges of a process, and enough sequences to keep all stages busy.
@@ -14,7 +12,7 @@ const PAIR: &str = "virtual:a=82MiB@0.6::1.5gbit,virtual:b=64MiB@0.45::1.5gbit,h
 
 fn workspace() -> Workspace {
     let workspace = Workspace::new(&WIDE);
-    let mut config = common::config(WIDE.hidden);
+    let mut config = crate::common::config(WIDE.hidden);
     config["num_hidden_layers"] = 8.into();
     workspace.write("model/config.json", config.to_string());
     workspace

@@ -1,7 +1,5 @@
 //! `plimsoll plan` for paper devices, without weights: tables, JSON and refusals.
 
-mod common;
-
 use serde_json::{Value, json};
 use std::process::{Command, Output};
 
@@ -208,7 +206,7 @@ fn plan_names_the_host_memory_of_each_machine() {
 
 /// Returns the folder of a llama of hidden size 576, with `keys` in place of some keys of its `config.json`.
 fn model_folder(keys: &Value) -> tempfile::TempDir {
-    let mut config = common::config(576);
+    let mut config = crate::common::config(576);
     config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();

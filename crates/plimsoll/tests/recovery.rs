@@ -3,9 +3,7 @@
 //! A refused allocation costs a rung but no step and no sample; with identical rungs every bit stays the same. The load
 //! line can be moved while the run is under way. A run without progress stops and can be resumed.
 
-mod common;
-
-use common::{Running, SMALL, Shape, Workspace};
+use crate::common::{Running, SMALL, Shape, Workspace};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 

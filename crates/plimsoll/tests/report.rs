@@ -1,8 +1,6 @@
 //! `plimsoll report` and `plimsoll runs` on real runs: finished, under way, killed and damaged ones.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace};
+use crate::common::{SMALL, Shape, Workspace};
 use plimsoll_core::Bytes;
 use serde_json::Value;
 use std::fs;

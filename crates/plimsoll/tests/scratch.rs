@@ -1,9 +1,7 @@
 //! Offload to a scratch file: the run writes the same files, bit for bit, as one without, also after `kill -9`. The
 //! scratch file is removed, and a full disk is reported before the run starts.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace};
+use crate::common::{SMALL, Shape, Workspace};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,8 +1,6 @@
 //! `plimsoll watch --serve` and `plimsoll watch URL`, with the real binary.
 
-mod common;
-
-use common::{Running, SMALL, Shape, Workspace};
+use crate::common::{Running, SMALL, Shape, Workspace};
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,9 +1,7 @@
 //! `plimsoll sweep`: runs share devices within the load lines, fail without affecting each other, and a stopped or killed
 //! sweep can be resumed.
 
-mod common;
-
-use common::{Running, Shape, Workspace, config};
+use crate::common::{Running, Shape, Workspace, config};
 use serde_json::Value;
 use std::process::Command;
 

@@ -1,9 +1,7 @@
 //! `plimsoll train` from start to end: files and keys that other tools rely on, `--resume`, `--json`, and the use of the
 //! trained model or adapters.
 
-mod common;
-
-use common::{SMALL, Shape, Workspace};
+use crate::common::{SMALL, Shape, Workspace};
 use serde_json::Value;
 
 fn keys(value: &Value) -> Vec<&str> {
@@ -34,10 +32,10 @@ fn tokens_without_home_leave_no_files() {
 fn preparation_above_load_line_is_refused() {
     let vocab = 150_000;
     let workspace = Workspace::new(&Shape { hidden: 8, steps: 2, batch_sequences: 2, ..SMALL });
-    let mut config = common::config(8);
+    let mut config = crate::common::config(8);
     config["vocab_size"] = vocab.into();
     workspace.write("model/config.json", config.to_string());
-    workspace.write("model/tokenizer.json", common::tokenizer(vocab).to_string());
+    workspace.write("model/tokenizer.json", crate::common::tokenizer(vocab).to_string());
     let settings = [
         "data.train=train-text.jsonl",
         "data.eval=eval-text.jsonl",

@@ -1,9 +1,7 @@
 //! The full-screen view of `plimsoll watch` in tmux, with keys that the test types.
 //! Where `tmux` is not installed, the tests say so and check nothing.
 
-mod common;
-
-use common::{Running, SMALL, Shape, Workspace};
+use crate::common::{Running, SMALL, Shape, Workspace};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::process::{Command, Output};

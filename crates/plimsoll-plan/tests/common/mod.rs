@@ -1,5 +1,4 @@
 //! Plan requests and devices shared by the planner's tests.
-#![allow(dead_code, reason = "each test file uses a part")]
 
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};

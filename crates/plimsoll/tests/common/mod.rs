@@ -1,8 +1,6 @@
 //! Shared helpers of the command-line tests: a workspace folder with a small model, data and a run file, and processes of
 //! the program under a watchdog.
 
-#![allow(dead_code, unused_imports, reason = "each test file uses some of the helpers")]
-
 mod terminal;
 mod turn;
 

@@ -1,10 +1,10 @@
 //! Data parallel training on unequal devices: the same result as on one device, out-of-memory errors, rebalancing and load lines.
 
-use crate::common::{Shape, Turn, Workspace};
-use crate::helpers::{
+use super::helpers::{
     ALL, NO_SAVES_OR_EVALS, QUICK, TRIO, assert_same_experiment, assert_within_load_lines, train, train_plain,
     train_with_oom_at, trio_with_plain_run, worker_names,
 };
+use crate::common::{Shape, Turn, Workspace};
 use serde_json::Value;
 
 #[test]

@@ -1,11 +1,11 @@
 //! Devices that are lost or excluded during a run: the others continue, an excluded device replaces the last one, or the run
 //! stops and can be resumed.
 
-use crate::common::Workspace;
-use crate::helpers::{
+use super::helpers::{
     QUICK, assert_same_experiment, assert_same_weights, assert_within_load_lines, lost_device, model_for_two,
     one_layer_model, persistent_oom, read_weights, step_losses, train, train_plain, trio_with_plain_run, worker_names,
 };
+use crate::common::Workspace;
 use serde_json::Value;
 
 /// Two devices of which the second one would only slow down the first.

@@ -1,10 +1,10 @@
 //! An excluded device that evaluates while the others train.
 
-use crate::common::{Shape, Workspace};
-use crate::helpers::{
+use super::helpers::{
     EVAL_EVERY_TWO, QUICK, WITH_EVALUATOR, assert_same_weights, assert_within_load_lines, lost_device, persistent_oom,
     read_weights, step_losses, train, train_plain, train_together, worker_names,
 };
+use crate::common::{Shape, Workspace};
 use serde_json::Value;
 
 /// Returns all evaluations in order: the step, and a text with loss, share of exact matches and number of tokens.

@@ -1,10 +1,10 @@
 //! Devices without a heartbeat, during a run and while they are opened. Slow devices are never declared lost.
 
-use crate::common::{Shape, Workspace};
-use crate::helpers::{
+use super::helpers::{
     EVAL_EVERY_TWO, QUICK, TRIO, WITH_EVALUATOR, assert_same_experiment, lost_device, train, train_together,
     trio_with_plain_run, worker_names,
 };
+use crate::common::{Shape, Workspace};
 
 #[test]
 #[ignore = "slow: .ci/slow-tests"]

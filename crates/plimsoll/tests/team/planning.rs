@@ -1,7 +1,7 @@
 //! Which devices the planner uses: budgets of excluded devices, and the commands that would use them.
 
+use super::helpers::{QUICK, assert_within_load_lines, one_layer_model};
 use crate::common::Workspace;
-use crate::helpers::{QUICK, assert_within_load_lines, one_layer_model};
 use serde_json::Value;
 
 #[test]

@@ -1,10 +1,10 @@
 //! Sharded training (weights, gradients and optimizer state split over devices), storage-only workers and resharding.
 
-use crate::common::{Turn, Workspace};
-use crate::helpers::{
+use super::helpers::{
     NO_SAVES_OR_EVALS, assert_same_experiment, assert_same_weights, assert_within_load_lines, lost_device,
     model_for_two, persistent_oom, step_losses, train, train_plain, train_with_oom_at, worker_names,
 };
+use crate::common::{Turn, Workspace};
 use serde_json::Value;
 
 /// Two devices that are too small for that model, without host memory. The sequences divide well by their speeds, so that

@@ -1,10 +1,8 @@
 //! Models and data of the Hugging Face Hub: downloads, the cache, access and faults, with a server on loopback.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod server;
 
-use common::{CommandOutput, Running, SMALL, Workspace};
+use crate::common::{CommandOutput, Running, SMALL, Workspace};
 use serde_json::{Value, json};
 use server::{Fault, Server, checksum};
 use std::fs;

@@ -1,8 +1,6 @@
 //! Runs on several unequal devices: the same experiment as on one device, within all load lines, and no device blocks the
 //! others when it refuses memory, is slow or is lost. One file per subject.
 
-#[path = "../common/mod.rs"]
-mod common;
 mod data_parallel;
 mod device_loss;
 mod evaluator;
