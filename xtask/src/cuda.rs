@@ -4,7 +4,7 @@
 //! - Attention on tensor cores, which uses the most registers, also compiles without spills with older compilers.
 //!   Units that did not change since they were last compiled are taken from a [`record`].
 //! - Calls into NVIDIA's libraries match their headers, and the functions exist in the libraries.
-//! - The kernels compute correct results on the CPU (`crates/plimsoll-device/tests/cuda_shim`).
+//! - The kernels compute correct results on the CPU ([`cpu_tests`], `crates/plimsoll-device/tests/cuda_shim`).
 //!
 //! `cargo xtask stand-in` runs the whole program on a stand-in for a GPU
 //! (`crates/plimsoll-device/tests/cuda_stand_in`).
@@ -12,6 +12,7 @@
 //! NVRTC, headers and libraries are installed from PyPI into `parity/cuda/.venv`, unless `PLIMSOLL_CUDA_VENV` names a
 //! venv that has them. Older compilers are installed into the folder `compilers` of that venv.
 
+mod cpu_tests;
 mod record;
 
 use crate::program;
@@ -95,7 +96,7 @@ pub fn run() -> anyhow::Result<()> {
         selected.len()
     );
     test_compilation(root, &python)?;
-    test_kernels_on_cpu(root)
+    cpu_tests::run(root)
 }
 
 /// Returns the path of a Python interpreter with the packages in `parity/cuda/requirements.txt`. Installs them if
@@ -352,23 +353,6 @@ fn markdown_table(all: &[Compilation], record: &Record) -> String {
 fn test_compilation(root: &Path, python: &Path) -> anyhow::Result<()> {
     let tests = ["test", "--release", "--workspace", "--lib", "cuda::compile", "--", "--ignored"];
     succeed(Command::new("cargo").args(tests).env("LD_LIBRARY_PATH", library_path(python)?).current_dir(root))
-}
-
-/// Runs the tests that execute the CUDA kernels on the CPU and compare their results with the CPU implementation.
-fn test_kernels_on_cpu(root: &Path) -> anyhow::Result<()> {
-    ensure!(Command::new("g++").arg("--version").output().is_ok(), "g++ is needed to run kernels on the CPU");
-    run_ignored_tests(root, &["cuda_kernels", "cuda_tensor"], &[])?;
-    // One test at a time: tests of a process share the contexts of the stand-in, and a test that synchronizes a context
-    // must not wait for ranks of another test.
-    run_ignored_tests(root, &["cuda_executor", "cuda_adopt", "device"], &["--test-threads=1"])
-}
-
-/// Runs the ignored tests of these test files on three simulated GPUs. `options` are those of the test programs.
-fn run_ignored_tests(root: &Path, files: &[&str], options: &[&str]) -> anyhow::Result<()> {
-    let mut command = Command::new("cargo");
-    command.args(["test", "--release", "--workspace"]).args(files.iter().flat_map(|file| ["--test", file]));
-    command.args(["--", "--ignored"]).args(options);
-    succeed(command.env("PLIMSOLL_STAND_IN_MEMORY", "8GiB,8GiB,1GiB").current_dir(root))
 }
 
 /// Runs the program on a stand-in for a GPU, which runs on the CPU: the tests of the stand-in, the command line, and

@@ -53,11 +53,21 @@ impl Compilation {
     /// Returns the SHA-256 of the options and the source, in hexadecimal digits.
     fn digest(&self) -> String {
         let digest = Sha256::new().chain_update(OPTIONS.join(" ")).chain_update("\n").chain_update(self.unit.source());
-        digest.finalize().iter().fold(String::new(), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        })
+        hexadecimal(&digest.finalize())
     }
+}
+
+/// Returns the bytes of a checksum in hexadecimal digits.
+pub fn hexadecimal(checksum: &[u8]) -> String {
+    checksum.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Returns the number of the present day, by which samples are drawn.
+pub fn day() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400)
 }
 
 /// Kernels of a unit, as one compiler compiled them for one architecture.
@@ -110,7 +120,7 @@ impl Record {
     /// to day.
     pub fn select<'a>(&self, all: &'a [Compilation]) -> Vec<&'a Compilation> {
         let (mut recorded, mut selected): (Vec<_>, Vec<_>) = all.iter().partition(|one| self.is_current(one));
-        let day = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400);
+        let day = day();
         recorded.sort_by_cached_key(|one| Sha256::digest(format!("{day} {}", one.name())));
         selected.extend(recorded.into_iter().take(SAMPLE));
         selected
