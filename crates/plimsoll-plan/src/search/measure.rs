@@ -219,9 +219,8 @@ impl<'q> Measurer<'q> {
 
     /// Returns whether a candidate, packed, stays under the load lines of host and scratch file.
     pub fn packs_on_host(&self, candidate: &Candidate) -> bool {
-        let limits = PerSpace { device: u64::MAX, ..self.request.arena_limits() };
-        let packs = || candidate.packed_bytes(self.request).fits(&limits);
-        candidate.bytes.fits(&limits) && (candidate.recipe.offload.is_nothing() || packs())
+        let packs = || self.is_under_host_lines(candidate.packed_bytes(self.request));
+        self.is_under_host_lines(candidate.bytes) && (candidate.recipe.offload.is_nothing() || packs())
     }
 
     /// Builds the Programs of a recipe, and reads lower bounds of its bytes and its predicted seconds from them.
