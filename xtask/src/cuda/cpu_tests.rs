@@ -77,16 +77,17 @@ fn command(root: &Path, program: &str) -> Command {
 
 /// Lists the ignored tests of all test programs.
 fn tests(root: &Path) -> anyhow::Result<Tests> {
-    let names = |program: &str| -> anyhow::Result<Vec<String>> {
-        let output = command(root, program).args(["--list", "--format", "terse"]).output().context("running cargo")?;
-        ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
-        let text = String::from_utf8(output.stdout)?;
-        let names: Vec<String> =
-            text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect();
-        ensure!(!names.is_empty(), "{program} has no test that is left out");
-        Ok(names)
-    };
-    PROGRAMS.iter().map(|(program, _)| Ok(((*program).to_owned(), names(program)?))).collect()
+    PROGRAMS.iter().map(|(program, _)| Ok(((*program).to_owned(), tests_of(root, program)?))).collect()
+}
+
+/// Lists the ignored tests of a test program.
+fn tests_of(root: &Path, program: &str) -> anyhow::Result<Vec<String>> {
+    let output = command(root, program).args(["--list", "--format", "terse"]).output().context("running cargo")?;
+    ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout)?;
+    let names: Vec<String> = text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect();
+    ensure!(!names.is_empty(), "{program} has no test that is left out");
+    Ok(names)
 }
 
 /// Draws the tests of a day.
