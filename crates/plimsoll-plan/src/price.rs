@@ -138,23 +138,39 @@ impl Prices<'_> {
             return program.blocks.iter().map(block).sum();
         }
         let mut clock = Clock::new(set, program);
+        self.for_each_timed_op(set, program, last, &mut |op, variable, seconds| {
+            let begin = clock.ready(set, op, variable);
+            clock.end(op, begin + seconds);
+        });
+        clock.all_end()
+    }
+
+    /// Calls `visit` with each op that one call of a Program runs, in order, with the value of its block's variable and its
+    /// predicted seconds. A block whose iterations are all alike counts as one long iteration. `last` selects the last
+    /// micro-batch of a step.
+    fn for_each_timed_op<'p>(
+        &self,
+        set: &ProgramSet,
+        program: &'p Program,
+        last: bool,
+        visit: &mut dyn FnMut(&'p Op, i64, f64),
+    ) {
         for block in &program.blocks {
             let seconds: Vec<f64> = block.ops.iter().map(|op| self.op_seconds(set, op)).collect();
             if block.repeat > 1 && block.touches_fixed_slots() && block.ops.iter().all(|op| op.queue == Queue::Compute)
             {
-                // All iterations access the same slots, so they are simulated as one long iteration.
+                // All iterations access the same slots.
                 for (op, seconds) in block.ops.iter().zip(&seconds) {
-                    clock.run(set, op, block.first, seconds * f64::from(block.repeat));
+                    visit(op, block.first, seconds * f64::from(block.repeat));
                 }
                 continue;
             }
             for variable in block.variables() {
                 for (op, seconds) in block.ops.iter().zip(&seconds).filter(|(op, _)| op.runs(last)) {
-                    clock.run(set, op, variable, *seconds);
+                    visit(op, variable, *seconds);
                 }
             }
         }
-        clock.queues.iter().copied().fold(0.0, f64::max)
     }
 
     /// Predicts the compute time of one call of a Program, without copies, host work and communication.
@@ -280,11 +296,11 @@ impl Clock {
         Clock { queues: [0.0; 7], shared, slots: vec![Vec::new(); slots], accesses: Vec::new() }
     }
 
-    /// Simulates an op that takes `seconds`, in the iteration `variable` of its block.
-    fn run(&mut self, set: &ProgramSet, op: &Op, variable: i64, seconds: f64) {
+    /// Returns the seconds at which an op can begin, in the iteration `variable` of its block: its queue is free, and ops that
+    /// access the same parts have ended. [`Clock::end`] has to follow.
+    fn ready(&mut self, set: &ProgramSet, op: &Op, variable: i64) -> f64 {
         let Clock { queues, shared, slots, accesses } = self;
-        let queue = &mut queues[op.queue as usize];
-        let mut ready = *queue;
+        let mut ready = queues[op.queue as usize];
         accesses.clear();
         op.for_each_access(&|_| 0, &mut |Access { operand, mode, .. }| {
             let Some(first_slot) = shared[operand.tensor.0 as usize] else { return };
@@ -298,13 +314,116 @@ impl Clock {
             ready = ready.max(written).max(if writes { read } else { 0.0 });
             accesses.push(PartAccess { slot, part, writes });
         });
-        *queue = ready + seconds;
-        for &PartAccess { slot, part, writes } in &*accesses {
-            let SlotPart { written, read, .. } = &mut slots[slot][part];
+        ready
+    }
+
+    /// Ends the op that was last asked about by [`Clock::ready`], after `seconds` from the begin of the Program.
+    fn end(&mut self, op: &Op, seconds: f64) {
+        self.queues[op.queue as usize] = seconds;
+        for &PartAccess { slot, part, writes } in &self.accesses {
+            let SlotPart { written, read, .. } = &mut self.slots[slot][part];
             let last = if writes { written } else { read };
-            *last = last.max(*queue);
+            *last = last.max(seconds);
         }
     }
+
+    /// Returns the seconds after which all queues are free.
+    fn all_end(&self) -> f64 {
+        self.queues.iter().copied().fold(0.0, f64::max)
+    }
+}
+
+/// A data parallel rank, or a device that works alone.
+pub struct Rank<'a> {
+    /// The rates of the device.
+    pub prices: Prices<'a>,
+    /// The rank's Programs.
+    pub set: &'a ProgramSet,
+    /// Number of the rank's micro-batches in a step.
+    pub micro_batches: u32,
+}
+
+impl Rank<'_> {
+    /// Predicts the seconds of these Programs in the last micro-batch of a step; one that the rank lacks takes no time.
+    fn seconds(&self, kinds: &[ProgramKind], last: bool) -> f64 {
+        let programs = kinds.iter().filter_map(|kind| self.set.program(*kind));
+        programs.map(|program| self.prices.program_seconds(self.set, program, last)).sum()
+    }
+
+    /// Predicts the seconds from the begin of a step to the last backward pass.
+    fn before_last_backward(&self) -> f64 {
+        let earlier = f64::from(self.micro_batches - 1);
+        self.seconds(&[ProgramKind::BeginStep, ProgramKind::Forward], true)
+            + if earlier > 0.0 {
+                earlier * self.seconds(&[ProgramKind::Forward, ProgramKind::Backward], false)
+            } else {
+                0.0
+            }
+    }
+}
+
+/// The last backward pass of a rank in a simulation with the other ranks.
+struct SimulatedBackward<'a> {
+    set: &'a ProgramSet,
+    clock: Clock,
+    /// The ops that are left, last one first: each with its block's variable and its predicted seconds.
+    left: Vec<(&'a Op, i64, f64)>,
+    /// Seconds from the begin of the step to that of the pass.
+    begin: f64,
+}
+
+impl<'a> SimulatedBackward<'a> {
+    /// Returns the pass of a rank before its first op; `None` for a rank that computes nothing.
+    fn of(rank: &Rank<'a>) -> Option<SimulatedBackward<'a>> {
+        let backward = rank.set.program(ProgramKind::Backward).filter(|_| rank.micro_batches > 0)?;
+        let mut left = Vec::new();
+        rank.prices.for_each_timed_op(rank.set, backward, true, &mut |op, variable, seconds| {
+            left.push((op, variable, seconds));
+        });
+        left.reverse();
+        let (clock, begin) = (Clock::new(rank.set, backward), rank.before_last_backward());
+        Some(SimulatedBackward { set: rank.set, clock, left, begin })
+    }
+
+    /// Runs the ops up to the next collective. Returns the seconds from the begin of the step after which the rank can take
+    /// part in it, and those that it takes; `None` after the last op.
+    fn advance(&mut self) -> Option<(f64, f64)> {
+        while let Some(&(op, variable, seconds)) = self.left.last() {
+            let ready = self.clock.ready(self.set, op, variable);
+            if matches!(op.kind, OpKind::CollectiveStart(_)) {
+                return Some((self.begin + ready, seconds));
+            }
+            self.clock.end(op, ready + seconds);
+            self.left.pop();
+        }
+        None
+    }
+
+    /// Ends the collective before which the rank waits, at these seconds from the begin of the step.
+    fn end_collective(&mut self, seconds: f64) {
+        if let Some((op, ..)) = self.left.pop() {
+            self.clock.end(op, seconds - self.begin);
+        }
+    }
+}
+
+/// Predicts the seconds of a step on each data parallel rank. An all-reduce begins when all ranks have reached it. A rank that
+/// reaches it first goes on with its backward pass, as far as it has buffers: offloaded gradients wait in a staging ring
+/// until they are reduced.
+pub fn data_parallel_seconds(ranks: &[Rank]) -> Vec<f64> {
+    let passes: Option<Vec<SimulatedBackward>> = ranks.iter().map(SimulatedBackward::of).collect();
+    let Some(mut passes) = passes.filter(|passes| passes.len() > 1) else {
+        return ranks.iter().map(|rank| rank.prices.step_seconds(rank.set, rank.micro_batches, true)).collect();
+    };
+    loop {
+        let waiting: Vec<Option<(f64, f64)>> = passes.iter_mut().map(SimulatedBackward::advance).collect();
+        let reached = waiting.iter().flatten();
+        let Some(end) = reached.map(|(ready, _)| *ready).reduce(f64::max) else { break };
+        let end = end + waiting.iter().flatten().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
+        passes.iter_mut().zip(&waiting).filter(|(_, at)| at.is_some()).for_each(|(pass, _)| pass.end_collective(end));
+    }
+    let after = |rank: &Rank| rank.seconds(&[ProgramKind::GradientNorm, ProgramKind::Update], true);
+    passes.iter().zip(ranks).map(|(pass, rank)| pass.begin + pass.clock.all_end() + after(rank)).collect()
 }
 
 /// Computes the number of floating-point operations of the matrix products in the forward and backward pass of one

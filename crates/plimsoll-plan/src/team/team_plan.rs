@@ -4,7 +4,7 @@ use super::hosts::Machine;
 use super::pipeline::step_seconds;
 use super::stage::StageSeconds;
 use super::{PlannedWorker, TeamRequest, slowest_link};
-use crate::price::{Prices, StepPhases};
+use crate::price::{Prices, Rank, StepPhases, data_parallel_seconds};
 use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};
 use plimsoll_core::{Bytes, Class, DevicePlan, Link, MachineHost, Parallelism, Plan, Predicted, WorkerPlan};
 
@@ -102,7 +102,7 @@ fn worker_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link
     match workers[0].share.parallelism {
         Some(Parallelism::Pipeline) => pipeline_seconds(team, workers, team_link),
         Some(Parallelism::Sharded) => sharded_seconds(team, workers, team_link),
-        _ => workers.iter().map(|worker| collective_seconds(team, worker, team_link)).collect(),
+        _ => all_reduce_seconds(team, workers, team_link),
     }
 }
 
@@ -147,12 +147,23 @@ fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Li
     busy.map(|busy| WorkerSeconds { busy, waiting: (step - busy).max(0.0) }).collect()
 }
 
-/// Predicts the time of a data parallel worker, or of one that works alone.
-fn collective_seconds(team: &TeamRequest, worker: &PlannedWorker, team_link: Link) -> WorkerSeconds {
-    let prices = prices(&team.devices[worker.device], &worker.outcome, team_link);
-    let seconds = |exchanges: bool| prices.step_seconds(&worker.outcome.set, micro_batches(worker), exchanges);
-    let busy = seconds(false);
-    WorkerSeconds { busy, waiting: (seconds(true) - busy).max(0.0) }
+/// Predicts the time of each data parallel worker, or of one that works alone.
+fn all_reduce_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
+    let ranks: Vec<Rank> = workers.iter().map(|worker| data_parallel_rank(team, worker, team_link)).collect();
+    let seconds = |(rank, step): (&Rank, f64)| {
+        let busy = rank.prices.step_seconds(rank.set, rank.micro_batches, false);
+        WorkerSeconds { busy, waiting: (step - busy).max(0.0) }
+    };
+    ranks.iter().zip(data_parallel_seconds(&ranks)).map(seconds).collect()
+}
+
+/// Returns a worker with its prices, for the prediction of its time.
+fn data_parallel_rank<'r>(team: &'r TeamRequest, worker: &'r PlannedWorker, team_link: Link) -> Rank<'r> {
+    Rank {
+        prices: prices(&team.devices[worker.device], &worker.outcome, team_link),
+        set: &worker.outcome.set,
+        micro_batches: micro_batches(worker),
+    }
 }
 
 /// Returns the rates from which the seconds of an outcome's Programs are predicted on the device of `request`, with
@@ -203,10 +214,10 @@ fn machine_host(team: &TeamRequest, workers: &[PlannedWorker], machine: &Machine
 
 #[cfg(test)]
 mod tests {
-    use crate::search::PlanRequest;
+    use crate::search::{PinnedChoices, PlanRequest};
     use crate::team::{TeamConstraint, TeamRequest, plan_team};
     use crate::testing::{device, request};
-    use plimsoll_core::{Bytes, Link, Parallelism};
+    use plimsoll_core::{Bytes, HostSpec, Link, Offload, Parallelism};
     use plimsoll_program::models::{ModelConfig, preset};
 
     #[test]
@@ -230,5 +241,34 @@ mod tests {
             step > 0.9 * (computing + storing),
             "{step} s for {computing} s of passes and an update of {storing} s"
         );
+    }
+
+    /// A rank with little work ends its last backward pass early, but its staging ring holds the gradients of two layers
+    /// only. Once a rank with more work has reached these, the slower device still has the layers below them to compute.
+    #[test]
+    fn ranks_with_offloaded_gradients_wait_for_each_other() {
+        let config = ModelConfig { layers: 6, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
+        let devices = [1.0, 0.4].map(|pace| device(pace, Bytes::gib(2), Link::MEMORY));
+        let step_of_busiest = |gradients: u32| {
+            let offload = Offload { optimizer: 6, gradients, ..Offload::NOTHING };
+            let pins = PinnedChoices { micro_batch: Some(1), offload: Some(offload), ..PinnedChoices::default() };
+            let host = HostSpec { budget: Bytes::gib(4), ..HostSpec::NONE };
+            let train = |device| PlanRequest { host, pins: pins.clone(), ..request(&config, device, 256, 4) };
+            let team = TeamRequest {
+                devices: devices.iter().map(train).collect(),
+                host: Bytes::gib(4),
+                require_all: true,
+                constraint: Some(TeamConstraint::Parallelism(Parallelism::Data)),
+                evaluations: None,
+            };
+            let plan = plan_team(&team).plan;
+            let sequences: Vec<u64> = plan.team.iter().map(|worker| worker.sequences).collect();
+            assert_eq!((plan.fits, sequences), (true, vec![3, 1]), "{:?}", plan.team);
+            let busiest = plan.team.iter().map(|worker| worker.busy_seconds).fold(0.0, f64::max);
+            plan.predicted.step_seconds / busiest
+        };
+        // The slower device also takes longer for its update.
+        let (on_device, offloaded) = (step_of_busiest(0), step_of_busiest(6));
+        assert!(on_device < 1.06 && offloaded > 1.2, "{on_device} and {offloaded} times the busiest rank");
     }
 }
