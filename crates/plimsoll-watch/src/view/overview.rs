@@ -117,7 +117,9 @@ pub(super) fn figures(device: &DeviceSnapshot) -> String {
     let mut parts = vec![format!("{}{simulated}", excerpt(&device.name))];
     match device.in_run {
         true => {
-            parts.extend(device.held_bytes.map(|held| format!("holds {held}")));
+            let held = device.held_bytes.map(|held| format!("holds {held}"));
+            let most_held = || device.measured_peak_bytes.map(|peak| format!("held {peak} at most"));
+            parts.extend(held.or_else(most_held));
             parts.extend(device.predicted_peak_bytes.map(|peak| format!("planned {peak}")));
             parts.extend(device.load_line_bytes.map(|line| format!("line {line}")));
         }

@@ -408,9 +408,14 @@ impl<'a> ActiveSweep<'a> {
         self.write()
     }
 
+    /// Returns the command that resumes the sweep.
+    fn resume_command(&self) -> String {
+        format!("plimsoll sweep --resume {}", shell_word(&self.folder.name()))
+    }
+
     /// Returns the hint with the command that resumes the sweep.
     fn resume_hint(&self) -> String {
-        format!("to resume: plimsoll sweep --resume {}", shell_word(&self.folder.name()))
+        format!("to resume: {}", self.resume_command())
     }
 
     /// Writes the report.
@@ -426,7 +431,6 @@ fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     let runs = &sweep.report.runs;
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
     let unfinished = runs.iter().filter(|run| run.state != SweepState::Done).count();
-    let hint = sweep.resume_hint();
     let message = format!("{unfinished} of {} not done", format_count(runs.len(), "run"));
     let exit = match (stopped, first.exit) {
         (true, _) => Exit::Stopped,
@@ -434,6 +438,10 @@ fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
         (_, Some(2)) => Exit::Input,
         (_, Some(3)) => Exit::DoesNotFit,
         _ => Exit::Stopped,
+    };
+    let hint = match exit {
+        Exit::Input => format!("correct what is reported above, then: {}", sweep.resume_command()),
+        _ => sweep.resume_hint(),
     };
     Err(Failure { exit, message, hints: vec![hint] })
 }
