@@ -146,8 +146,8 @@ impl Prices<'_> {
     }
 
     /// Calls `visit` with each op that one call of a Program runs, in order, with the value of its block's variable and its
-    /// predicted seconds. A block whose iterations are all alike counts as one long iteration. `last` selects the last
-    /// micro-batch of a step.
+    /// predicted seconds. A block of compute ops only, whose iterations access the same slots, counts as one long iteration.
+    /// `last` selects the last micro-batch of a step.
     fn for_each_timed_op<'p>(
         &self,
         set: &ProgramSet,
@@ -196,7 +196,8 @@ impl Prices<'_> {
     }
 
     /// Predicts the seconds of a step of `micro_batches` micro-batches. Each Program begins when the previous one has
-    /// ended; one that `set` lacks takes no time. `exchanges` says whether data parallel workers run their all-reduce.
+    /// ended; one that `set` lacks takes no time. `exchanges` says whether data parallel workers all-reduce
+    /// gradients; that of the loss always runs.
     pub fn step_seconds(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> f64 {
         let StepPhases { passes, update } = self.step_phases(set, micro_batches, exchanges);
         passes + update
@@ -226,7 +227,7 @@ impl Prices<'_> {
 pub struct StepPhases {
     /// Forward and backward of all micro-batches.
     pub passes: f64,
-    /// The work that is done once: gradient norm and update.
+    /// The work that is done once: the beginning of the step, gradient norm and update.
     pub update: f64,
 }
 
@@ -269,9 +270,12 @@ struct PartAccess {
     writes: bool,
 }
 
+/// Number of queues of a device.
+const QUEUES: usize = Queue::FileWrite as usize + 1;
+
 /// A simulation of a Program's queues: the time at which each queue is free, and the last accesses to shared tensors.
 struct Clock {
-    queues: [f64; 7],
+    queues: [f64; QUEUES],
     /// Index in `slots` of the first slot of each tensor; `None` for a tensor that only the compute queue accesses.
     shared: Vec<Option<usize>>,
     /// The accessed parts of each slot.
@@ -293,7 +297,7 @@ impl Clock {
                 });
             });
         }
-        Clock { queues: [0.0; 7], shared, slots: vec![Vec::new(); slots], accesses: Vec::new() }
+        Clock { queues: [0.0; QUEUES], shared, slots: vec![Vec::new(); slots], accesses: Vec::new() }
     }
 
     /// Returns the seconds at which an op can begin, in the iteration `variable` of its block: its queue is free, and ops that
@@ -344,7 +348,8 @@ pub struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    /// Predicts the seconds of these Programs in the last micro-batch of a step; one that the rank lacks takes no time.
+    /// Predicts the seconds of one call of each of these Programs; one that the rank lacks takes no time. `last` selects the
+    /// last micro-batch of a step.
     fn seconds(&self, kinds: &[ProgramKind], last: bool) -> f64 {
         let programs = kinds.iter().filter_map(|kind| self.set.program(*kind));
         programs.map(|program| self.prices.program_seconds(self.set, program, last)).sum()
@@ -385,8 +390,8 @@ impl<'a> SimulatedBackward<'a> {
         Some(SimulatedBackward { set: rank.set, clock, left, begin })
     }
 
-    /// Runs the ops up to the next collective. Returns the seconds from the begin of the step after which the rank can take
-    /// part in it, and those that it takes; `None` after the last op.
+    /// Runs the ops up to the next collective. Returns when the rank is ready for it, in seconds from the begin of the step,
+    /// and how many seconds the collective takes; `None` if no collective is left.
     fn advance(&mut self) -> Option<(f64, f64)> {
         while let Some(&(op, variable, seconds)) = self.left.last() {
             let ready = self.clock.ready(self.set, op, variable);
@@ -422,8 +427,10 @@ pub fn data_parallel_seconds(ranks: &[Rank]) -> Vec<f64> {
         let end = end + waiting.iter().flatten().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
         passes.iter_mut().zip(&waiting).filter(|(_, at)| at.is_some()).for_each(|(pass, _)| pass.end_collective(end));
     }
+    // The gradient norm begins with an all-reduce of the loss, so it begins when all ranks have ended their passes.
+    let passed = passes.iter().map(|pass| pass.begin + pass.clock.all_end()).fold(0.0, f64::max);
     let after = |rank: &Rank| rank.seconds(&[ProgramKind::GradientNorm, ProgramKind::Update], true);
-    passes.iter().zip(ranks).map(|(pass, rank)| pass.begin + pass.clock.all_end() + after(rank)).collect()
+    ranks.iter().map(|rank| passed + after(rank)).collect()
 }
 
 /// Computes the number of floating-point operations of the matrix products in the forward and backward pass of one

@@ -44,7 +44,7 @@ pub(crate) use memo::Memo;
 pub(crate) use packed::{PackedCandidate, checkpoint_bytes};
 pub(crate) use parallel::{join, parallel_map};
 pub use plan_request::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, TriedRecipe, with_lossy};
-pub(crate) use recipe_table::{RecipeTable, WaitSeconds};
+pub(crate) use recipe_table::{RecipeTable, SecondsBesidePasses};
 pub(crate) use residency::resident_tensors;
 pub(crate) use sharded_costs::{RankCosts, RecipeGoal, ShardedBytes, recipe_of_share, single_device_compute_seconds};
 pub use shared::RecipeMeasurements;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 /// Most divisors of a number of sequences that are tried as micro-batch sizes.
 const MAX_DIVISORS: usize = 3;
 
-/// A function that returns the seconds that a device waits in a step for the gradients of other workers. Its argument
-/// is the overlap: the seconds of the device's passes in which gradients are already exchanged.
-pub(crate) type WaitSeconds<'w> = &'w dyn Fn(f64) -> f64;
+/// A function that returns the seconds of a step beside the passes of a recipe: the work that is done once per step by this
+/// worker or a slower one, and the wait for the gradients of other workers.
+pub(crate) type SecondsBesidePasses<'w> = &'w dyn Fn(&Candidate) -> f64;
 
 /// The recipes that fit on one device, with their predicted seconds.
 pub(crate) struct RecipeTable<'q> {
@@ -45,25 +45,24 @@ impl PricedRecipe {
 
     /// Predicts the seconds of a step with `sequences` sequences, including waiting. A partial micro-batch takes as
     /// long as a full one. The seconds are infinite if the recipe is for one micro-batch and the step needs more.
-    fn step_seconds(&self, sequences: u64, wait: WaitSeconds) -> f64 {
-        let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
-        let count = sequences.div_ceil(u64::from(recipe.micro_batch));
+    fn step_seconds(&self, sequences: u64, beside: SecondsBesidePasses) -> f64 {
+        let count = sequences.div_ceil(u64::from(self.candidate.recipe.micro_batch));
         if self.only_one_micro_batch && count > 1 {
             return f64::INFINITY;
         }
-        per_step_seconds + count as f64 * per_micro_batch_seconds + wait(overlap_seconds)
+        count as f64 * self.candidate.per_micro_batch_seconds + beside(&self.candidate)
     }
 
-    /// Returns the most sequences that the recipe computes in a step of at most `seconds`, including the `wait` for
-    /// other workers' gradients. The number is a multiple of the micro-batch.
-    fn max_sequences(&self, seconds: f64, wait: WaitSeconds) -> u64 {
-        let Candidate { per_step_seconds, per_micro_batch_seconds, overlap_seconds, ref recipe, .. } = self.candidate;
+    /// Returns the most sequences that the recipe computes in a step of at most `seconds`, including waiting. The number is
+    /// a multiple of the micro-batch.
+    fn max_sequences(&self, seconds: f64, beside: SecondsBesidePasses) -> u64 {
+        let Candidate { per_micro_batch_seconds, ref recipe, .. } = self.candidate;
         let micro_batch = u64::from(recipe.micro_batch);
         let most = if self.only_one_micro_batch { 1 } else { u64::MAX / micro_batch / 2 };
         // Rounded up first, then reduced until `step_seconds` agrees: both must round alike.
-        let available = seconds - per_step_seconds - wait(overlap_seconds);
+        let available = seconds - beside(&self.candidate);
         let mut count = ((available / per_micro_batch_seconds).max(0.0).ceil() as u64).min(most);
-        while count > 0 && self.step_seconds(count * micro_batch, wait) > seconds {
+        while count > 0 && self.step_seconds(count * micro_batch, beside) > seconds {
             count -= 1;
         }
         count * micro_batch
@@ -116,18 +115,18 @@ impl<'q> RecipeTable<'q> {
 
     /// Returns the fastest recipe for a step with `sequences` sequences that uses at most `host_limit` bytes of host
     /// memory, and the seconds of the step including waiting. Returns `None` if the table has no recipe for them.
-    pub fn fastest(&self, sequences: u64, host_limit: u64, wait: WaitSeconds) -> Option<(&Candidate, f64)> {
+    pub fn fastest(&self, sequences: u64, host_limit: u64, beside: SecondsBesidePasses) -> Option<(&Candidate, f64)> {
         let within = self.recipes.iter().filter(|recipe| recipe.candidate.known_bytes().host <= host_limit);
-        let priced = within.map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, wait)));
+        let priced = within.map(|recipe| (&recipe.candidate, recipe.step_seconds(sequences, beside)));
         priced.filter(|(_, seconds)| seconds.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     /// Returns, for each recipe, the most sequences that the device computes in a step of at most `seconds`, and the bytes
     /// of host memory for that.
-    pub fn sequences_within(&self, seconds: f64, wait: WaitSeconds) -> impl Iterator<Item = (u64, u64)> {
+    pub fn sequences_within(&self, seconds: f64, beside: SecondsBesidePasses) -> impl Iterator<Item = (u64, u64)> {
         self.recipes
             .iter()
-            .map(move |recipe| (recipe.max_sequences(seconds, wait), recipe.candidate.known_bytes().host))
+            .map(move |recipe| (recipe.max_sequences(seconds, beside), recipe.candidate.known_bytes().host))
     }
 
     /// Adds the fastest recipes that use at most `host` bytes of host memory.
@@ -162,25 +161,42 @@ impl<'q> RecipeTable<'q> {
 
     /// Adds recipes for `sequences` sequences with about as many micro-batches as the fastest recipe, and with twice as
     /// many. The micro-batches are as equal as possible.
-    pub fn refine_near(&mut self, sequences: u64, host_limit: u64, wait: WaitSeconds) {
-        let Some((fastest, _)) = self.fastest(sequences, host_limit, wait) else { return };
+    pub fn refine_near(&mut self, sequences: u64, host_limit: u64, beside: SecondsBesidePasses) {
+        let Some((fastest, _)) = self.fastest(sequences, host_limit, beside) else { return };
         let (offload, count) = (fastest.recipe.offload, sequences.div_ceil(u64::from(fastest.recipe.micro_batch)));
         let counts = [count.saturating_sub(1), count, count + 1, 2 * count].into_iter().filter(|&count| count > 0);
         self.add_micro_batches(counts.map(|count| sequences.div_ceil(count)).collect(), offload);
     }
 
-    /// Returns the seconds per sequence of the fastest recipe in long steps; infinite if the table is empty.
-    pub fn seconds_per_sequence(&self) -> f64 {
-        let per_sequence = |recipe: &PricedRecipe| {
+    /// Returns the fewest seconds of work that a recipe does once per step; infinite if the table is empty.
+    pub fn least_per_step_seconds(&self) -> f64 {
+        self.recipes.iter().map(|recipe| recipe.candidate.per_step_seconds).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Returns the recipe that takes the fewest seconds per sequence, with these seconds; `None` if the table is empty.
+    fn fastest_per_sequence(&self) -> Option<(&Candidate, f64)> {
+        let per_sequence = |recipe: &'_ PricedRecipe| {
             recipe.candidate.per_micro_batch_seconds / f64::from(recipe.candidate.recipe.micro_batch)
         };
-        self.recipes.iter().map(per_sequence).fold(f64::INFINITY, f64::min)
+        let priced = self.recipes.iter().map(|recipe| (&recipe.candidate, per_sequence(recipe)));
+        priced.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+
+    /// Returns the seconds per sequence of the fastest recipe in long steps; infinite if the table is empty.
+    pub fn seconds_per_sequence(&self) -> f64 {
+        self.fastest_per_sequence().map_or(f64::INFINITY, |(_, seconds)| seconds)
+    }
+
+    /// Returns the seconds of a backward pass in which gradients are already exchanged, with the fastest recipe in long
+    /// steps; 0 if the table is empty.
+    pub fn overlap_seconds(&self) -> f64 {
+        self.fastest_per_sequence().map_or(0.0, |(fastest, _)| fastest.overlap_seconds)
     }
 
     /// Adds recipes whose micro-batch size divides `sequences`, with the offload choice of the fastest recipe. The
     /// largest few divisors are tried that may fit.
-    pub fn add_divisors(&mut self, sequences: u64, wait: WaitSeconds) {
-        let Some(offload) = self.fastest(sequences, u64::MAX, wait).map(|(fastest, _)| fastest.recipe.offload) else {
+    pub fn add_divisors(&mut self, sequences: u64, beside: SecondsBesidePasses) {
+        let Some(offload) = self.fastest(sequences, u64::MAX, beside).map(|(fastest, _)| fastest.recipe.offload) else {
             return;
         };
         let sizes = self.recipes.iter().map(|recipe| u64::from(recipe.candidate.recipe.micro_batch));

@@ -12,7 +12,7 @@ use super::hosts::Machine;
 use super::measurements::{Measurements, RungMeasurements};
 use super::{TeamRequest, bandwidth_tiers};
 use crate::bisection;
-use crate::search::{Candidate, PlanRequest, RecipeMeasurements, RecipeTable, WaitSeconds};
+use crate::search::{Candidate, PlanRequest, RecipeMeasurements, RecipeTable, SecondsBesidePasses};
 use plimsoll_core::{Bytes, DeviceSpec, ExcludedDevice, Parallelism, Recipe, Rung, ScalingEfficiency};
 use plimsoll_program::Share;
 use std::collections::HashSet;
@@ -68,6 +68,38 @@ struct LimitedSequences {
     host_limit: u64,
 }
 
+/// The work of other ranks for which a rank waits in a step.
+#[derive(Clone, Copy, Debug, Default)]
+struct TeamWaits {
+    all_reduce: AllReduceTime,
+    /// The most seconds that a rank works once per step, with the recipe for which these are fewest. The step ends when the
+    /// slowest update ends, and no update begins before the gradients of all ranks are summed.
+    per_step_seconds: f64,
+    /// The shortest time that a rank needs for the part of its last backward pass in which gradients are exchanged. `None`
+    /// without other ranks.
+    shortest_exchange: Option<f64>,
+}
+
+/// Layers whose gradients a staging ring holds.
+const RING_LAYERS: u32 = 2;
+
+impl TeamWaits {
+    /// Returns the seconds of a step beside the passes of a recipe.
+    fn seconds_beside_passes(&self, candidate: &Candidate) -> f64 {
+        candidate.per_step_seconds.max(self.per_step_seconds)
+            + self.all_reduce.exposed_seconds(candidate.overlap_seconds)
+            + self.stall_seconds(candidate)
+    }
+
+    /// Returns the seconds that the last backward pass takes longer if gradients are offloaded. Their staging ring is soon
+    /// full, so a rank cannot begin its exchange before all others do, however long it takes itself.
+    fn stall_seconds(&self, candidate: &Candidate) -> f64 {
+        let is_stalled = candidate.recipe.offload.gradients > RING_LAYERS;
+        let shortest = self.shortest_exchange.filter(|_| is_stalled);
+        shortest.map_or(0.0, |shortest| (candidate.overlap_seconds - shortest).max(0.0))
+    }
+}
+
 /// Returns whether two devices are identical for the planner: the same but for their names, with the same request.
 pub(super) fn are_alike(a: &PlanRequest, b: &PlanRequest) -> bool {
     let nameless = |device: &DeviceSpec| DeviceSpec { name: String::new(), ..device.clone() };
@@ -118,16 +150,27 @@ impl<'q> BatchSplitter<'q> {
         AllReduceTime::between(&requests)
     }
 
+    /// Returns the work of others for which each of `devices` waits.
+    fn waits(&self, devices: &[usize]) -> TeamWaits {
+        let tables = || devices.iter().map(|&device| self.table(device));
+        let exchanges = tables().map(RecipeTable::overlap_seconds);
+        TeamWaits {
+            all_reduce: self.all_reduce(devices),
+            per_step_seconds: tables().map(RecipeTable::least_per_step_seconds).fold(0.0, f64::max),
+            shortest_exchange: exchanges.reduce(f64::min).filter(|_| devices.len() > 1),
+        }
+    }
+
     /// Returns the fastest split over exactly these devices; `None` if a device cannot hold the model, or would get no
     /// sequence.
     pub fn split(&self, devices: &[usize]) -> Option<Split> {
-        self.split_with(devices, &self.all_reduce(devices))
+        self.split_with(devices, &self.waits(devices))
     }
 
     /// Returns the fastest split over exactly these devices, as if the all-reduce took no time. Returns `None` if a
     /// device cannot hold the model, or would get no sequence.
     pub fn split_without_all_reduce(&self, devices: &[usize]) -> Option<Split> {
-        self.split_with(devices, &AllReduceTime::default())
+        self.split_with(devices, &TeamWaits::default())
     }
 
     /// Returns the split that gives all devices the same number of sequences, or some of them one more. Returns `None`
@@ -141,8 +184,8 @@ impl<'q> BatchSplitter<'q> {
 
     /// Predicts the time of a given split; `None` if a device has no sequence, or no recipe for its sequences.
     fn price_split(&self, devices: &[usize], sequences: Vec<u64>) -> Option<Split> {
-        let all_reduce = self.all_reduce(devices);
-        let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, u64::MAX, &all_reduce);
+        let waits = self.waits(devices);
+        let seconds_of = |(&device, &own): (&usize, &u64)| self.seconds(device, own, u64::MAX, &waits);
         let seconds = devices.iter().zip(&sequences).map(seconds_of).fold(0.0, f64::max);
         let is_possible = seconds.is_finite() && sequences.iter().all(|&own| own > 0);
         let host_limits = vec![u64::MAX; devices.len()];
@@ -151,16 +194,16 @@ impl<'q> BatchSplitter<'q> {
 
     /// Predicts the seconds of a step in which a device computes `sequences` sequences, with at most `host_limit` bytes of
     /// host memory. They are infinite if the device has no recipe for them.
-    fn seconds(&self, device: usize, sequences: u64, host_limit: u64, all_reduce: &AllReduceTime) -> f64 {
-        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
-        self.table(device).fastest(sequences, host_limit, &wait).map_or(f64::INFINITY, |(_, seconds)| seconds)
+    fn seconds(&self, device: usize, sequences: u64, host_limit: u64, waits: &TeamWaits) -> f64 {
+        let beside = |candidate: &Candidate| waits.seconds_beside_passes(candidate);
+        self.table(device).fastest(sequences, host_limit, &beside).map_or(f64::INFINITY, |(_, seconds)| seconds)
     }
 
     /// Finds the fastest split by bisection over the time of a step: in a given time, each device computes as many
     /// sequences as it can. Returns `None` if a device has no recipe, or would get no sequence.
-    fn split_with(&self, devices: &[usize], all_reduce: &AllReduceTime) -> Option<Split> {
+    fn split_with(&self, devices: &[usize], waits: &TeamWaits) -> Option<Split> {
         let total = self.sequences_per_step;
-        let seconds_of = |device: usize, sequences: u64, limit: u64| self.seconds(device, sequences, limit, all_reduce);
+        let seconds_of = |device: usize, sequences: u64, limit: u64| self.seconds(device, sequences, limit, waits);
         // The fastest device alone is an upper bound on the time.
         let alone = devices.iter().map(|&device| seconds_of(device, total, u64::MAX)).fold(f64::INFINITY, f64::min);
         // Each device gets at least one sequence.
@@ -168,7 +211,7 @@ impl<'q> BatchSplitter<'q> {
         if !alone.is_finite() || !one_each.is_finite() || total < devices.len() as u64 {
             return None;
         }
-        let most_within = |seconds: f64| self.most_within(devices, seconds, all_reduce);
+        let most_within = |seconds: f64| self.most_within(devices, seconds, waits);
         let is_enough = |seconds: f64| sum_of_sequences(&most_within(seconds)) >= total;
         // Hosts may be too small for the recipes with which the devices are as fast.
         let longest = one_each.max(alone);
@@ -202,10 +245,10 @@ impl<'q> BatchSplitter<'q> {
 
     /// Returns the most sequences that each device computes in a step of at most `seconds`. The devices of a machine
     /// together use at most the memory of its host; if that is impossible, they get no sequences.
-    fn most_within(&self, devices: &[usize], seconds: f64, all_reduce: &AllReduceTime) -> Vec<LimitedSequences> {
-        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+    fn most_within(&self, devices: &[usize], seconds: f64, waits: &TeamWaits) -> Vec<LimitedSequences> {
+        let beside = |candidate: &Candidate| waits.seconds_beside_passes(candidate);
         let options: Vec<Vec<LimitedSequences>> =
-            devices.iter().map(|&device| self.options_within(device, seconds, &wait)).collect();
+            devices.iter().map(|&device| self.options_within(device, seconds, &beside)).collect();
         let nothing = LimitedSequences { sequences: 0, host_limit: 0 };
         let mut shares: Vec<LimitedSequences> =
             options.iter().map(|options| options.last().copied().unwrap_or(nothing)).collect();
@@ -228,10 +271,10 @@ impl<'q> BatchSplitter<'q> {
 
     /// Returns the numbers of sequences that a device computes in a step of at most `seconds`, each with the least host
     /// memory for it, in ascending order.
-    fn options_within(&self, device: usize, seconds: f64, wait: WaitSeconds) -> Vec<LimitedSequences> {
+    fn options_within(&self, device: usize, seconds: f64, beside: SecondsBesidePasses) -> Vec<LimitedSequences> {
         let mut options: Vec<LimitedSequences> = Vec::new();
         let most = self.sequences_per_step;
-        let found = self.table(device).sequences_within(seconds, wait);
+        let found = self.table(device).sequences_within(seconds, beside);
         let mut found: Vec<LimitedSequences> = found
             .map(|(sequences, host_limit)| LimitedSequences { sequences: sequences.min(most), host_limit })
             .filter(|option| option.sequences > 0)
@@ -298,11 +341,11 @@ impl<'q> BatchSplitter<'q> {
 
     /// Returns the fastest recipe of each device of a split.
     pub fn best_recipes(&self, split: &Split) -> Vec<&Candidate> {
-        let all_reduce = self.all_reduce(&split.devices);
-        let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+        let waits = self.waits(&split.devices);
+        let beside = |candidate: &Candidate| waits.seconds_beside_passes(candidate);
         let best = |rank: usize| {
             let (own, limit) = (split.sequences[rank], split.host_limits[rank]);
-            self.table(split.devices[rank]).fastest(own, limit, &wait).expect("a share has a recipe").0
+            self.table(split.devices[rank]).fastest(own, limit, &beside).expect("a share has a recipe").0
         };
         (0..split.devices.len()).map(best).collect()
     }
@@ -323,11 +366,11 @@ impl<'q> BatchSplitter<'q> {
 
     /// Adds recipes to the tables, with micro-batch sizes near those of a split.
     pub fn refine(&mut self, split: &Split) {
-        let all_reduce = self.all_reduce(&split.devices);
+        let waits = self.waits(&split.devices);
         for (rank, &device) in split.devices.iter().enumerate() {
-            let wait = |overlap: f64| all_reduce.exposed_seconds(overlap);
+            let beside = |candidate: &Candidate| waits.seconds_beside_passes(candidate);
             let (own, limit) = (split.sequences[rank], split.host_limits[rank]);
-            self.tables[self.table_of[device]].refine_near(own, limit, &wait);
+            self.tables[self.table_of[device]].refine_near(own, limit, &beside);
         }
     }
 
@@ -345,14 +388,14 @@ impl<'q> BatchSplitter<'q> {
     /// up. In the ideal split, which has fractions of sequences, all devices end at the same time.
     fn refine_ideal_split(&mut self) {
         let able = self.able_devices();
-        let all_reduce = self.all_reduce(&able);
+        let waits = self.waits(&able);
         let speeds: Vec<f64> = able.iter().map(|&device| 1.0 / self.table(device).seconds_per_sequence()).collect();
         let total_speed: f64 = speeds.iter().sum();
         for (&device, speed) in able.iter().zip(&speeds) {
             let ideal = self.sequences_per_step as f64 * speed / total_speed;
             for sequences in [ideal.floor() as u64, ideal.ceil() as u64] {
                 self.tables[self.table_of[device]]
-                    .add_divisors(sequences, &|overlap| all_reduce.exposed_seconds(overlap));
+                    .add_divisors(sequences, &|candidate| waits.seconds_beside_passes(candidate));
             }
         }
     }

@@ -14,9 +14,9 @@ const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_secon
 /// The predicted time of a worker in a step.
 #[derive(Clone, Copy)]
 struct WorkerSeconds {
-    /// Seconds in which the device computes.
+    /// Seconds that the step takes the worker without others to wait for: computation, copies and work of the host.
     busy: f64,
-    /// Seconds in which the device waits for collectives or transfers.
+    /// Seconds in which the worker waits for others, and for collectives.
     waiting: f64,
 }
 
@@ -78,8 +78,8 @@ fn worker_plan(team: &TeamRequest, worker: &PlannedWorker, busy_seconds: f64, id
     }
 }
 
-/// Raises the host budget of each worker that uses a host: by the free memory of its host, divided by the number of
-/// all workers beside it. Returns whether the host arenas of all workers fit on the hosts together.
+/// Sets the host budget of each worker that has one: its arena, and an equal part of the free memory of its host for each
+/// worker there. Returns whether the host arenas of all workers fit on the hosts together.
 fn divide_hosts(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
     for machine in team.machines() {
         let is_here = |worker: &PlannedWorker| machine.devices.contains(&worker.device);
@@ -97,7 +97,7 @@ fn divide_hosts(team: &TeamRequest, workers: &mut [PlannedWorker]) -> bool {
     team.crowded_devices(&used.collect::<Vec<_>>()).is_empty()
 }
 
-/// Predicts the computing and waiting seconds of each worker in a step, with `team_link` between the workers.
+/// Predicts the busy and waiting seconds of each worker in a step, with `team_link` between the workers.
 fn worker_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Link) -> Vec<WorkerSeconds> {
     match workers[0].share.parallelism {
         Some(Parallelism::Pipeline) => pipeline_seconds(team, workers, team_link),
@@ -140,7 +140,7 @@ fn pipeline_seconds(team: &TeamRequest, workers: &[PlannedWorker], team_link: Li
         StageSeconds::of(&worker.outcome.set, &prices(&team.devices[worker.device], &worker.outcome, team_link))
     };
     let first = &workers[0];
-    let micro_batches = first.share.micro_batches_of(first.sequences, first.outcome.plan.recipe.micro_batch) as u32;
+    let micro_batches = micro_batches(first);
     let stages: Vec<StageSeconds> = workers.iter().map(stage).collect();
     let step = step_seconds(&stages, micro_batches);
     let busy = stages.iter().map(|stage| stage.busy(micro_batches));
@@ -243,8 +243,8 @@ mod tests {
         );
     }
 
-    /// A rank with little work ends its last backward pass early, but its staging ring holds the gradients of two layers
-    /// only. Once a rank with more work has reached these, the slower device still has the layers below them to compute.
+    /// The slow device has one sequence and the fast one three, so it begins its last backward pass first. With offloaded
+    /// gradients it stops after two layers, until the fast device has reached them, and computes the others at its own pace.
     #[test]
     fn ranks_with_offloaded_gradients_wait_for_each_other() {
         let config = ModelConfig { layers: 6, vocab: 1024, ..preset("smollm2-135m").expect("listed") };
