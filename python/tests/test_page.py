@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,29 @@ def focus_by_tab(page: Page, label: str) -> None:
     raise AssertionError(f"no element with the label {label!r} can be reached")
 
 
+def exponential(number: float) -> str:
+    """Formats a number like the page: one decimal, and the exponent without leading zeros."""
+    digits, exponent = f"{number:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+def count(number: float) -> str:
+    """Formats a count like the page: in ones, thousands, millions or billions."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.{2 if number < 10 * scale else 1}f} {unit}"
+    return f"{number:.0f}"
+
+
+# Name of each plot on the page, and its value at a step event as the page shows it.
+PLOTS: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
+    ("loss", lambda event: f"{event['loss']:.4f}"),
+    ("learning rate", lambda event: exponential(event["learning_rate"])),
+    ("gradient norm", lambda event: f"{event['norm']:.2f}"),
+    ("tokens/s", lambda event: count(event["tokens"] / event["seconds"])),
+]
+
+
 def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, run: GrowingRun) -> None:
     problems: list[str] = []
     page = opened(browser, address, problems)
@@ -133,14 +156,19 @@ def test_page_follows_the_run_and_the_keyboard(browser: Browser, address: str, r
     figures = page.locator("#figures")
     expect(figures).to_contain_text(f"step{SHOWN_STEPS} of {STEPS}")
     expect(figures).to_contain_text(f"loss{run.step(SHOWN_STEPS)['loss']:.4f}")
-    # Each step of the plot is reached by keys, and shows the digits of its event.
-    focus_by_tab(page, "loss from step")
-    expect(loss).to_be_focused()
-    page.keyboard.press("Home")
+    plan = json.loads((run.folder / "plan.json").read_text())
+    expect(page.locator("#plan-figures")).to_contain_text("parallelism")
+    expect(page.locator("#workers li")).to_have_count(len(plan.get("team", [])) or 1)
+    expect(page.locator("#workers li").first).to_contain_text(f"{plan['devices'][0]['name']}: ")
+    # Each step of each plot is reached by keys, and shows the digits of its event.
+    for number, (name, value) in enumerate(PLOTS):
+        focus_by_tab(page, f"{name} from step")
+        expect(page.get_by_role("img", name=f"{name} from step")).to_be_focused()
+        page.keyboard.press("Home")
+        for step in range(1, SHOWN_STEPS + 1):
+            expect(page.locator("#plots output").nth(number)).to_have_text(f"step {step}: {value(run.step(step))}")
+            page.keyboard.press("ArrowRight")
     readout = page.locator("#plots output").first
-    for step in range(1, SHOWN_STEPS + 1):
-        expect(readout).to_have_text(f"step {step}: {run.step(step)['loss']:.4f}")
-        page.keyboard.press("ArrowRight")
     points = loss.locator("path").get_attribute("d")
     assert points is not None and len(points.replace("M", "L").split("L")) == SHOWN_STEPS + 1
     # The table of a device opens by a key and stays open as the run goes on.
@@ -251,6 +279,20 @@ def test_page_is_readable(browser: Browser, address: str, scheme: str, size: tup
     assert contrast >= MIN_CONTRAST, text
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert problems == []
+
+
+def test_warnings_and_recommendations_are_shown(browser: Browser, address: str) -> None:
+    page = browser.new_context().new_page()
+    snapshot = page.request.get(f"{address}/api/snapshot").json()
+    command = "plimsoll train run.toml --set recipe.micro_batch=8"
+    snapshot["warnings"] = ["cuda:1: clocks reduced: <b>power</b> limit"]
+    snapshot["recommendations"] = [{"text": "1.11 x as fast", "command": command, "bytes": 0, "speedup": 1.11}]
+    stream = f"event: snapshot\ndata: {json.dumps(snapshot)}\n\n"
+    page.route("**/api/events", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+    page.goto(f"{address}/")
+    expect(page.locator("#warnings li")).to_have_text("cuda:1: clocks reduced: <b>power</b> limit")
+    expect(page.locator("#recommendations p")).to_have_text("1.11 x as fast")
+    expect(page.locator("#recommendations code")).to_have_text(command)
 
 
 def test_token_opens_the_page(browser: Browser, command: Path) -> None:

@@ -102,6 +102,22 @@ function showRun(run) {
   ]);
 }
 
+function showPlan(plan) {
+  byId("plan").hidden = !plan;
+  if (!plan) return;
+  setFigures(byId("plan-figures"), [
+    ["parallelism", plan.parallelism],
+    ["predicted tokens/s", count(plan.predicted_tokens_per_second)],
+    ["effect on the results", plan.effect],
+  ]);
+  const work = ({ device, sequences, layers, recipe }) => {
+    const parts = [shown(sequences, (number) => `${number} sequences`), shown(layers, ([first, end]) => `layers ${first} to ${end - 1}`), recipe];
+    return `${device}: ${parts.filter(isKnown).join(", ")}`;
+  };
+  const lines = [...plan.workers.map(work), ...plan.excluded.map((excluded) => `not used: ${excluded}`)];
+  setList(byId("workers"), lines.map((line) => element("li", {}, line)));
+}
+
 function showMachine({ host, cpu }) {
   const offload = isKnown(host.arena_bytes) && isKnown(host.load_line_bytes);
   setFigures(byId("machine"), [
@@ -399,8 +415,8 @@ function mapView() {
   return { root, update };
 }
 
-// Shows the measured memory of a device over the steps, as a line before the planned bytes by category. Bytes by category
-// are not measured, so the bands are those of the fullest planned moment.
+// Shows the measured memory of a device over the steps, as a line before bands: the planned bytes by category at the moment
+// when the arena is fullest. Over the steps only the sum is measured.
 function memoryView() {
   const [bands, measured] = [shape("g", {}), shape("path", { class: "measured-line" })];
   const limit = shape("line", { class: "load-line", x1: 0, x2: WIDTH });
@@ -594,6 +610,7 @@ function show(snapshot) {
   }
   shownRun = run;
   showRun(snapshot.run);
+  showPlan(snapshot.run?.plan);
   showMachine(snapshot);
   showWarnings(snapshot.warnings);
   showRecommendations(snapshot.recommendations);

@@ -21,7 +21,7 @@ const MHZ: f64 = 1e6;
 /// A figure of `T`: name after the prefix `plimsoll_`, meaning, and value.
 struct Figure<T: 'static>(&'static str, &'static str, fn(&T) -> Option<f64>);
 
-/// Figures of each device, with the label `device`.
+/// Figures of each device, with the labels `device` and, in a run, `rank`.
 const DEVICE: &[Figure<DeviceSnapshot>] = &[
     Figure("device_in_run", "1 for a device of the run, else 0", |d| flag(d.in_run)),
     Figure("device_simulated", "1 for a simulated device, else 0", |d| flag(d.simulated)),
@@ -88,14 +88,20 @@ type Sample = Gauge<f64, AtomicU64>;
 /// Returns the text of a snapshot.
 pub(crate) fn text(snapshot: &Snapshot) -> String {
     let mut registry = Registry::with_prefix("plimsoll");
-    let devices: Vec<&DeviceSnapshot> = snapshot.devices.iter().take(MAX_DEVICES).collect();
+    let devices: Vec<LabelledDevice> = labelled_devices(snapshot).take(MAX_DEVICES).collect();
     for Figure(name, help, value) in DEVICE {
-        register(&mut registry, name, help, devices.iter().map(|device| (of_device(device, None), value(device))));
+        register(
+            &mut registry,
+            name,
+            help,
+            devices.iter().map(|device| (of_device(device, None), value(device.figures))),
+        );
     }
-    let planned = devices.iter().flat_map(|device| device.by_category.iter().map(|of| part_of(device, "category", of)));
+    let planned =
+        devices.iter().flat_map(|device| device.figures.by_category.iter().map(|of| part_of(device, "category", of)));
     register(&mut registry, "device_planned_bytes", "Planned memory when the arena is fullest, by category", planned);
     let measured = devices.iter().flat_map(|device| {
-        let by_category = device.measured_by_category.iter().flatten();
+        let by_category = device.figures.measured_by_category.iter().flatten();
         by_category.map(|of| part_of(device, "category", of))
     });
     register(
@@ -104,7 +110,8 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
         "Measured memory when the arena is fullest, by category",
         measured,
     );
-    let peaks = devices.iter().flat_map(|device| device.by_program.iter().map(|of| part_of(device, "phase", of)));
+    let peaks =
+        devices.iter().flat_map(|device| device.figures.by_program.iter().map(|of| part_of(device, "phase", of)));
     register(&mut registry, "device_planned_peak_bytes", "Planned peak of the arena, by phase", peaks);
     for Figure(name, help, value) in MACHINE {
         register_single(&mut registry, name, help, value(snapshot));
@@ -133,18 +140,32 @@ fn state_sample(run: &RunSnapshot, state: RunState, name: &str) -> (Labels, Opti
     (vec![("state", name.to_owned())], flag(run.state == state))
 }
 
+/// A device with its labels.
+struct LabelledDevice<'s> {
+    figures: &'s DeviceSnapshot,
+    /// Place of the device in the plan of the run, counted from 0; `None` for a device outside the run.
+    rank: Option<usize>,
+}
+
+/// Returns the devices of a snapshot, in order. Those of the run come first, in the order of its plan.
+fn labelled_devices(snapshot: &Snapshot) -> impl Iterator<Item = LabelledDevice<'_>> {
+    let devices = snapshot.devices.iter().enumerate();
+    devices.map(|(place, figures)| LabelledDevice { figures, rank: figures.in_run.then_some(place) })
+}
+
 /// Returns the bytes of a part of a device's memory. `label` names the kind of part.
-fn part_of(device: &DeviceSnapshot, label: &'static str, of: (&impl fmt::Display, &Bytes)) -> (Labels, Option<f64>) {
+fn part_of(device: &LabelledDevice, label: &'static str, of: (&impl fmt::Display, &Bytes)) -> (Labels, Option<f64>) {
     let (part, part_bytes) = of;
     (of_device(device, Some((label, part.to_string()))), bytes(Some(*part_bytes)))
 }
 
-/// Returns the label of a device, with a further one. Its name is that of a file, so it is bounded and has one line.
-fn of_device(device: &DeviceSnapshot, further: Option<(&'static str, String)>) -> Labels {
-    let name = printable_line(&shortened(&device.name, MAX_NAME_CHARS));
+/// Returns the labels of a device, with a further one. Its name is that of a file, so it is bounded and has one line.
+fn of_device(device: &LabelledDevice, further: Option<(&'static str, String)>) -> Labels {
+    let name = printable_line(&shortened(&device.figures.name, MAX_NAME_CHARS));
     // `prometheus-client` writes labels as they are.
     let name = name.replace('\\', r"\\").replace('"', r#"\""#);
-    [("device", name)].into_iter().chain(further).collect()
+    let rank = device.rank.map(|rank| ("rank", rank.to_string()));
+    [("device", name)].into_iter().chain(rank).chain(further).collect()
 }
 
 /// Registers a figure with those of its samples that are known. A figure without any is left out.

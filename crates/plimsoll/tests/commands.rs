@@ -233,6 +233,9 @@ fn watch_shows_what_the_run_has_reached() {
     // Lines end with the run.
     let lines = workspace.succeed(&["watch", "run"]).stdout;
     assert!(lines.contains(&format!("run done: step {} of", result["steps"])), "{lines}");
+    let peak = plimsoll_core::Bytes(result["memory"][0]["measured_bytes"].as_u64().unwrap());
+    assert!(lines.contains(&format!("held {peak} at most")), "{lines}");
+    assert!(lines.contains("plan: single device, "), "{lines}");
     // A cut-off last line is no event yet.
     let events = workspace.read("run/events.jsonl");
     workspace.write("run/events.jsonl", &events[..events.len() - 20]);

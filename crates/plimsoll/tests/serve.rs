@@ -65,8 +65,19 @@ fn finished_run_has_equal_numbers_everywhere() {
     let lines = workspace.succeed(&["watch", &url]).stdout;
     assert!(lines.contains(&format!("run done: step {} of", printed["run"]["steps"])), "{lines}");
     let (_, metrics) = get(&address, "/metrics", "");
-    let loss = metrics.lines().find_map(|line| line.strip_prefix("plimsoll_run_loss ")).expect("the loss is known");
-    assert_eq!(loss.parse().ok(), printed["run"]["loss"].as_f64());
+    for key in ["loss", "step_seconds", "tokens_per_second"] {
+        let prefix = format!("plimsoll_run_{key} ");
+        let figure = metrics.lines().find_map(|line| line.strip_prefix(&prefix)).expect("the figure is known");
+        assert_eq!(figure.parse().ok(), printed["run"][key].as_f64(), "{key}");
+    }
+    let report = workspace.succeed(&["report", "run", "--json"]).json();
+    let (speed, memory) = (&report["speed"], &report["devices"][0]["total"]);
+    let (run, device) = (&printed["run"], &printed["devices"][0]);
+    assert_eq!(speed["measured_step_seconds"], run["step_seconds"]);
+    assert_eq!(speed["measured_tokens_per_second"], run["tokens_per_second"]);
+    assert_eq!(speed["predicted_tokens_per_second"], run["plan"]["predicted_tokens_per_second"]);
+    assert_eq!(memory["predicted_bytes"], device["predicted_peak_bytes"]);
+    assert_eq!(memory["measured_bytes"], device["measured_peak_bytes"]);
     assert_eq!(get(&address, "/../run.toml", "").0, 404);
     // The server wrote nothing into the folder, and ends without a failure.
     let files = workspace.file_names("run");

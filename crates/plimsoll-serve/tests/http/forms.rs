@@ -19,7 +19,7 @@ fn all_forms_show_the_same_numbers() {
     assert_eq!(served.events().next(), ("snapshot".to_owned(), printed));
     let metrics = served.get("/metrics", &[]);
     assert!(metrics.header("content-type").unwrap().starts_with("application/openmetrics-text"));
-    for line in ["plimsoll_run_loss 0.699", "plimsoll_device_held_bytes{device=\"cuda:0\"} 4194304.0"] {
+    for line in ["plimsoll_run_loss 0.699", "plimsoll_device_held_bytes{device=\"cuda:0\",rank=\"0\"} 4194304.0"] {
         assert!(metrics.body.lines().any(|other| other == line), "{line}: {}", metrics.body);
     }
     assert_eq!(served.readings(), 1, "one moment");

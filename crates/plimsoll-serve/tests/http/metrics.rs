@@ -83,16 +83,16 @@ fn value(samples: &Samples, name: &str, labels: &[(&str, &str)]) -> Option<f64> 
 #[test]
 fn samples_are_the_snapshot_in_base_units() {
     let samples = samples(&full());
-    let gpu = ("device", "cuda:0");
+    let (gpu, rank) = (("device", "cuda:0"), ("rank", "0"));
     for (name, labels, expected) in [
-        ("plimsoll_device_load_line_bytes", &[gpu][..], f64::from(7 << 20)),
-        ("plimsoll_device_predicted_peak_bytes", &[gpu], f64::from(6 << 20)),
-        ("plimsoll_device_measured_peak_bytes", &[gpu], f64::from(5 << 20)),
-        ("plimsoll_device_planned_bytes", &[gpu, ("category", "gradient")], f64::from(3 << 19)),
-        ("plimsoll_device_measured_bytes", &[gpu, ("category", "workspace")], f64::from(3 << 15)),
-        ("plimsoll_device_planned_peak_bytes", &[gpu, ("phase", "backward")], f64::from(9 << 18)),
-        ("plimsoll_device_utilization_ratio", &[gpu], 0.75),
-        ("plimsoll_device_clock_hertz", &[gpu], 1.5e9),
+        ("plimsoll_device_load_line_bytes", &[gpu, rank][..], f64::from(7 << 20)),
+        ("plimsoll_device_predicted_peak_bytes", &[gpu, rank], f64::from(6 << 20)),
+        ("plimsoll_device_measured_peak_bytes", &[gpu, rank], f64::from(5 << 20)),
+        ("plimsoll_device_planned_bytes", &[gpu, rank, ("category", "gradient")], f64::from(3 << 19)),
+        ("plimsoll_device_measured_bytes", &[gpu, rank, ("category", "workspace")], f64::from(3 << 15)),
+        ("plimsoll_device_planned_peak_bytes", &[gpu, rank, ("phase", "backward")], f64::from(9 << 18)),
+        ("plimsoll_device_utilization_ratio", &[gpu, rank], 0.75),
+        ("plimsoll_device_clock_hertz", &[gpu, rank], 1.5e9),
         ("plimsoll_host_free_bytes", &[], f64::from(12 << 20)),
         ("plimsoll_cpu_load_ratio", &[], 0.5),
         ("plimsoll_run_state", &[("state", "running")], 1.0),

@@ -1,5 +1,6 @@
 //! Puts a [`Snapshot`] together from readings, without reading anything itself.
 
+use super::plan::PlanSnapshot;
 use super::run_state::{MeasuredMemory, RunEvents};
 use super::{
     CpuSnapshot, DeviceSnapshot, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION, Snapshot,
@@ -56,6 +57,7 @@ impl Readings<'_> {
             devices: in_run.chain(others).collect(),
             host: self.host(),
             cpu: CpuSnapshot { load: self.cpu_load, band: None },
+            no_gpu: self.no_gpu(),
             run: run.map(|run| run.snapshot(self.at)),
             recommendations: self.recommendations.to_vec(),
             warnings: vec![],
@@ -128,6 +130,12 @@ impl Readings<'_> {
         }
     }
 
+    /// Returns the reason why this machine has no GPU to list, as one line; `None` if it has one.
+    fn no_gpu(&self) -> Option<String> {
+        let has_gpu = self.machine.devices.iter().any(|device| device.gpu.is_some());
+        (!has_gpu).then(|| self.machine.nvidia.to_string().lines().next().unwrap_or_default().to_owned())
+    }
+
     fn host(&self) -> HostSnapshot {
         let cpu = self.machine.devices.iter().find(|device| device.kind == DeviceKind::Cpu);
         let plan = self.run.as_ref().and_then(|run| run.plan).map(|plan| &plan.host);
@@ -174,6 +182,9 @@ impl RunReadings<'_> {
         let events = self.events;
         let (step, steps) = events.progress.steps_done_and_total();
         let is_running = self.state == RunState::Running;
+        let has_ended = matches!(self.state, RunState::Done | RunState::Stopped);
+        // The report of the run has the figures of its result, too.
+        let result = self.result.filter(|result| has_ended && result.step_seconds.median > 0.0);
         RunSnapshot {
             folder: self.folder.clone(),
             state: self.state,
@@ -183,14 +194,17 @@ impl RunReadings<'_> {
             loss: events.newest.and_then(|newest| newest.loss),
             gradient_norm: events.newest.map(|newest| newest.gradient_norm),
             learning_rate: events.newest.map(|newest| newest.learning_rate),
-            step_seconds: events.progress.step_seconds(),
+            step_seconds: result.map(|result| result.step_seconds.median).or_else(|| events.progress.step_seconds()),
             predicted_step_seconds: self.plan.map(|plan| plan.predicted.step_seconds).or(events.predicted_step_seconds),
-            tokens_per_second: events.progress.tokens_per_second(),
+            tokens_per_second: result
+                .map(|result| result.tokens_per_second)
+                .or_else(|| events.progress.tokens_per_second()),
             peak_share: events.progress.peak_share(),
             eta_seconds: events.progress.seconds_left().filter(|_| is_running),
             silent_seconds: events.newest_time.map(|newest| (at - newest).max(0.0)),
             eval_loss: events.eval_loss,
             checkpoint_step: events.checkpoint_step,
+            plan: self.plan.map(PlanSnapshot::of),
             history: events.history_to_newest(),
         }
     }
@@ -283,4 +297,97 @@ fn idle_gpus(snapshot: &Snapshot, plan: Option<&Plan>) -> Option<String> {
             names.join(", ")
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::run_state::RunEvents;
+
+    /// Returns a run that is under way, with nothing known of it.
+    fn run(state: RunState) -> RunSnapshot {
+        let events = RunEvents::default();
+        let readings = RunReadings { folder: "runs/a".to_owned(), state, events: &events, plan: None, result: None };
+        readings.snapshot(0.0)
+    }
+
+    fn device(name: &str, in_run: bool, held: Option<u64>) -> DeviceSnapshot {
+        let held_bytes = held.map(Bytes::mib);
+        let load_line_bytes = Some(Bytes::mib(100));
+        DeviceSnapshot { name: name.to_owned(), in_run, held_bytes, load_line_bytes, ..DeviceSnapshot::default() }
+    }
+
+    fn snapshot(run: RunSnapshot, devices: Vec<DeviceSnapshot>) -> Snapshot {
+        Snapshot {
+            version: SNAPSHOT_VERSION,
+            at: 0.0,
+            devices,
+            host: HostSnapshot::default(),
+            cpu: CpuSnapshot::default(),
+            no_gpu: None,
+            run: Some(run),
+            recommendations: vec![],
+            warnings: vec![],
+            feed: vec![],
+        }
+    }
+
+    #[test]
+    fn slow_silent_and_dead_runs_are_warned_of() {
+        let usual = RunSnapshot {
+            step: MIN_STEPS,
+            step_seconds: Some(1.1),
+            predicted_step_seconds: Some(1.0),
+            silent_seconds: Some(59.0),
+            ..run(RunState::Running)
+        };
+        let warnings = |run: &RunSnapshot| run_warnings(run, false);
+        assert_eq!(warnings(&usual), Vec::<String>::new());
+        let slow = RunSnapshot { step_seconds: Some(1.2), ..usual.clone() };
+        assert_eq!(warnings(&slow), ["a step takes 1.20 s, 20 % more than the predicted 1.00 s"]);
+        assert!(warnings(&RunSnapshot { step: MIN_STEPS - 1, ..slow.clone() }).is_empty());
+        let silent = RunSnapshot { silent_seconds: Some(61.0), ..usual.clone() };
+        assert_eq!(warnings(&silent), ["no event for 61.00 s, although a step takes about 1.10 s"]);
+        // Ten steps of a slow run are no silence.
+        let long = RunSnapshot { step_seconds: Some(60.0), predicted_step_seconds: Some(60.0), ..silent.clone() };
+        assert!(warnings(&RunSnapshot { silent_seconds: Some(590.0), ..long }).is_empty());
+        // The newest event of a resumed run is its earlier end.
+        assert!(run_warnings(&silent, true).is_empty());
+        let died = RunSnapshot { state: RunState::Died, ..silent };
+        assert!(warnings(&died)[0].starts_with("its process ended without a last event; to resume: plimsoll train "));
+        let early = RunSnapshot { silent_seconds: None, ..died };
+        assert_eq!(warnings(&early), ["its process ended before the first event"]);
+    }
+
+    #[test]
+    fn devices_above_their_load_line_are_named() {
+        assert_eq!(over_load_line(&device("cpu", true, Some(100)), None), None);
+        let over = over_load_line(&device("cpu", true, Some(101)), None);
+        assert_eq!(over.as_deref(), Some("cpu holds 101.00 MiB, above its load line of 100.00 MiB"));
+        assert_eq!(over_load_line(&device("cpu", false, Some(101)), None), None);
+    }
+
+    #[test]
+    fn idle_gpus_of_a_running_run_are_named() {
+        let devices = ["cuda:0", "cuda:1", "cpu"].map(|name| device(name, name == "cuda:0", None)).to_vec();
+        let running = snapshot(run(RunState::Running), devices.clone());
+        assert_eq!(idle_gpus(&running, None).as_deref(), Some("1 of 2 GPUs work for this run; it does not use cuda:1"));
+        assert_eq!(idle_gpus(&snapshot(run(RunState::Done), devices.clone()), None), None);
+        let all = devices.into_iter().map(|device| DeviceSnapshot { in_run: true, ..device }).collect();
+        assert_eq!(idle_gpus(&snapshot(run(RunState::Running), all), None), None);
+    }
+
+    #[test]
+    fn reduced_clocks_and_short_host_memory_are_named() {
+        let hot = DeviceSnapshot { throttled_by: vec!["temperature".to_owned()], ..device("cuda:0", false, None) };
+        let host = |free: u64| HostSnapshot {
+            total_bytes: Some(Bytes::gib(100)),
+            free_bytes: Some(Bytes::gib(free)),
+            ..HostSnapshot::default()
+        };
+        let of =
+            |free: u64| Snapshot { run: None, host: host(free), ..snapshot(run(RunState::Running), vec![hot.clone()]) };
+        assert_eq!(warnings(&of(5), None), ["cuda:0: clocks reduced: temperature"]);
+        assert_eq!(warnings(&of(3), None)[1], "this machine has only 3.00 GiB of 100.00 GiB memory left");
+    }
 }

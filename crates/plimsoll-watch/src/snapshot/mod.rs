@@ -11,12 +11,14 @@
 //! on another machine.
 
 pub(crate) mod assemble;
+pub mod plan;
 pub mod run_folder;
 pub mod run_log;
 pub mod run_notes;
 pub mod run_state;
 pub mod source;
 
+use plan::PlanSnapshot;
 use plimsoll_core::{Bytes, Category, Recommendation, TimelinePoint, WorkKind, peak_point};
 use plimsoll_device::cuda::nvml::Pcie;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -40,6 +42,9 @@ pub struct Snapshot {
     pub host: HostSnapshot,
     /// Load of this machine's processor.
     pub cpu: CpuSnapshot,
+    /// The reason why this machine has no GPU to list, such as `NVIDIA driver not found`; `None` if it has one.
+    #[serde(default)]
+    pub no_gpu: Option<String>,
     /// The run; `None` if no run is watched.
     pub run: Option<RunSnapshot>,
     /// Changes of settings that the planner predicts to make the run faster, in the order of plans. Computed with
@@ -203,11 +208,12 @@ pub struct RunSnapshot {
     pub gradient_norm: Option<f64>,
     /// Learning rate of the newest step.
     pub learning_rate: Option<f64>,
-    /// Running mean of the seconds of a step.
+    /// Seconds of a step: the running mean, and for a run that has ended the median since its last start.
     pub step_seconds: Option<f64>,
     /// Predicted seconds of a step under the present plan.
     pub predicted_step_seconds: Option<f64>,
-    /// Tokens (including padding) per second, from the running mean.
+    /// Tokens (including padding) per second: from the running mean, and for a run that has ended over all steps since its
+    /// last start.
     pub tokens_per_second: Option<f64>,
     /// Part of the devices' peak rate of matrix products that is reached, 0 to 1; `None` if the peak is unknown or the
     /// devices are simulated.
@@ -220,6 +226,9 @@ pub struct RunSnapshot {
     pub eval_loss: Option<f64>,
     /// Newest checkpoint: its step.
     pub checkpoint_step: Option<u64>,
+    /// The choices of the newest plan; `None` before it is written.
+    #[serde(default)]
+    pub plan: Option<PlanSnapshot>,
     /// Losses over the run, for a plot: at most [`run_state::MAX_POINTS`] steps, in order.
     pub history: Vec<HistoryPoint>,
 }

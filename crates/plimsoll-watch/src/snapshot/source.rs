@@ -23,8 +23,8 @@ pub struct Source {
     run: Option<RunFolder>,
     /// Usage of the processor at the last reading, and its time; `None` if the system does not report it.
     cpu_usage: Option<(CpuUsage, Instant)>,
-    /// Recommendations for the run, computed once by the caller; empty until then.
-    pub recommendations: Vec<Recommendation>,
+    /// Recommendations for the run, computed once by the caller, or the reason why there are none; empty until then.
+    pub recommendations: Result<Vec<Recommendation>, Failure>,
     /// The newest state of the cluster, or the reason why there is none; `None` if the caller reads no cluster.
     pub cluster: Option<Result<ClusterState, Failure>>,
 }
@@ -32,7 +32,7 @@ pub struct Source {
 impl Source {
     /// Returns a source of snapshots of this machine, without a run.
     pub fn machine() -> Source {
-        Source { run: None, cpu_usage: cpu_usage_now(), recommendations: vec![], cluster: None }
+        Source { run: None, cpu_usage: cpu_usage_now(), recommendations: Ok(vec![]), cluster: None }
     }
 
     /// Returns a source of snapshots of the run in a folder, with the devices of this machine.
@@ -61,9 +61,12 @@ impl Source {
             cpu_load,
             cpu_celsius: CpuTemperature::read(&sysfs()).celsius,
             run: self.run.as_ref().map(RunFolder::readings),
-            recommendations: &self.recommendations,
+            recommendations: self.recommendations.as_deref().unwrap_or_default(),
         };
         let mut snapshot = readings.snapshot();
+        if let Err(failure) = &self.recommendations {
+            snapshot.warnings.push(format!("no recommendations: {}", failure.message));
+        }
         match &self.cluster {
             None => {}
             Some(Ok(cluster)) => {

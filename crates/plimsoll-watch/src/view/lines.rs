@@ -2,14 +2,16 @@
 
 use super::overview::{figures, machine_parts, progress_parts};
 use crate::snapshot::Snapshot;
+use crate::snapshot::plan::PlanSnapshot;
 use plimsoll_core::printable::printable_message;
 
-/// Formats a snapshot as lines: the run, the machine, each device, warnings and recommendations.
+/// Formats a snapshot as lines: the run with its plan, the machine, each device, warnings and recommendations.
 pub fn lines(snapshot: &Snapshot) -> String {
     let mut lines = Vec::new();
     if let Some(run) = &snapshot.run {
         let simulated = if run.simulated { " (simulated speed)" } else { "" };
         lines.push(format!("{} {}: {}{simulated}", run.folder, run.state.describe(), progress_parts(run).join("  ")));
+        lines.extend(run.plan.iter().flat_map(PlanSnapshot::lines));
     }
     lines.push(machine_parts(snapshot).join("  "));
     for device in &snapshot.devices {

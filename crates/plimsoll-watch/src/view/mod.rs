@@ -36,10 +36,11 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// Keys and their effects, for the help.
-const KEYS: [(&str, &str); 9] = [
+const KEYS: [(&str, &str); 10] = [
     ("q, Ctrl-C", "quit; a run goes on"),
     ("up, down", "select a device"),
     ("Enter", "details of the selected device, and back"),
+    ("Page Up/Down", "in the details: scroll"),
     ("m", "its memory over a step, and back"),
     ("left, right", "in that map: the point before or after"),
     (".", "next order of devices"),
@@ -47,6 +48,9 @@ const KEYS: [(&str, &str); 9] = [
     ("h, ?", "this help, and back"),
     ("Esc", "back; in the overview, quit"),
 ];
+
+/// Lines by which Page Up and Page Down scroll the details.
+const SCROLL_LINES: usize = 8;
 
 /// The border of the help on a terminal that only shows ASCII.
 const ASCII_BORDER: border::Set = border::Set {
@@ -96,10 +100,10 @@ impl Abilities {
 /// The order in which devices are listed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
-    /// As in the plan.
-    Plan,
     /// Least bytes below the load line first.
     Headroom,
+    /// As in the plan.
+    Plan,
     /// Most held bytes first.
     Held,
     /// Busiest first.
@@ -107,12 +111,12 @@ enum Order {
 }
 
 impl Order {
-    const ALL: [Order; 4] = [Order::Plan, Order::Headroom, Order::Held, Order::Utilization];
+    const ALL: [Order; 4] = [Order::Headroom, Order::Plan, Order::Held, Order::Utilization];
 
     fn name(self) -> &'static str {
         match self {
-            Order::Plan => "plan",
             Order::Headroom => "headroom",
+            Order::Plan => "plan",
             Order::Held => "held memory",
             Order::Utilization => "utilization",
         }
@@ -150,6 +154,8 @@ pub struct ViewState {
     screen: Screen,
     /// Index of the selected point in the map; `None` for the peak.
     moment: Option<usize>,
+    /// Lines of the details that are scrolled away.
+    scrolled: usize,
     shows_help: bool,
 }
 
@@ -174,14 +180,15 @@ enum Reaction {
 }
 
 impl ViewState {
-    /// Returns the state at the start: the overview, with devices in the order of the plan.
+    /// Returns the state at the start: the overview, with the device first that has the least memory left under its load line.
     pub fn new(abilities: Abilities) -> ViewState {
         ViewState {
             abilities,
-            order: Order::Plan,
+            order: Order::Headroom,
             selected: 0,
             screen: Screen::Overview,
             moment: None,
+            scrolled: 0,
             shows_help: false,
         }
     }
@@ -202,7 +209,14 @@ impl ViewState {
     /// Shows a screen, or the overview if it is already shown.
     fn toggle(&mut self, screen: Screen) {
         self.screen = if self.screen == screen { Screen::Overview } else { screen };
-        self.moment = None;
+        (self.moment, self.scrolled) = (None, 0);
+    }
+
+    /// Scrolls the details by some lines, down or up.
+    fn scroll(&mut self, snapshot: &Snapshot, is_down: bool) {
+        let last = self.device(snapshot).map_or(0, details::line_count).saturating_sub(1);
+        let moved = if is_down { self.scrolled + SCROLL_LINES } else { self.scrolled.saturating_sub(SCROLL_LINES) };
+        self.scrolled = moved.min(last);
     }
 
     /// Selects the point after the present one in the map, or before it.
@@ -216,7 +230,7 @@ impl ViewState {
     /// Selects a device by its place in the list.
     fn select(&mut self, place: usize) {
         self.selected = place;
-        self.moment = None;
+        (self.moment, self.scrolled) = (None, 0);
     }
 
     /// Reacts to a key while this snapshot is shown.
@@ -233,6 +247,9 @@ impl ViewState {
             KeyCode::Char('m') => self.toggle(Screen::Map),
             KeyCode::Left | KeyCode::Right if self.screen == Screen::Map => {
                 self.move_moment(snapshot, key.code == KeyCode::Right);
+            }
+            KeyCode::PageUp | KeyCode::PageDown if self.screen == Screen::Details => {
+                self.scroll(snapshot, key.code == KeyCode::PageDown);
             }
             KeyCode::Up => self.select(self.selected.min(last).saturating_sub(1)),
             KeyCode::Down => self.select((self.selected + 1).min(last)),
@@ -355,7 +372,7 @@ fn run(terminal: &mut DefaultTerminal, period: Duration, viewer: &mut impl Viewe
 fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
     let [body, keys] = Layout::vertical([Constraint::Min(0), Constraint::Length(1)]).areas(frame.area());
     match (state.screen, state.device(snapshot)) {
-        (Screen::Details, Some(device)) => details::draw(frame, body, device, state.abilities),
+        (Screen::Details, Some(device)) => details::draw(frame, body, device, state.scrolled, state.abilities),
         (Screen::Map, Some(device)) => map::draw(frame, body, device, state.moment, state.abilities),
         _ => overview::draw(frame, body, snapshot, state),
     }
@@ -368,7 +385,7 @@ fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
 }
 
 fn draw_help(frame: &mut Frame, abilities: Abilities) {
-    let lines: Vec<Line> = KEYS.iter().map(|(key, effect)| Line::from(format!("{key:<10} {effect}"))).collect();
+    let lines: Vec<Line> = KEYS.iter().map(|(key, effect)| Line::from(format!("{key:<12} {effect}"))).collect();
     let (width, height) = (56, lines.len() as u16 + 2);
     let area = frame.area();
     let area = Rect {

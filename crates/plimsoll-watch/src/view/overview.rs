@@ -103,6 +103,8 @@ pub(super) fn machine_parts(snapshot: &Snapshot) -> Vec<String> {
     if let (Some(arena), Some(line)) = (host.arena_bytes, host.load_line_bytes) {
         parts.push(format!("offload {arena} of {line}"));
     }
+    // A run says itself on which devices it works.
+    parts.extend(snapshot.no_gpu.iter().filter(|_| snapshot.run.is_none()).map(|reason| excerpt(reason)));
     parts
 }
 

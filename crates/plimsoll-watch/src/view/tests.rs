@@ -95,6 +95,7 @@ fn run() -> RunSnapshot {
         silent_seconds: Some(0.1),
         eval_loss: None,
         checkpoint_step: None,
+        plan: None,
         history: (1..=120).map(point).collect(),
     }
 }
@@ -115,6 +116,7 @@ fn snapshot() -> Snapshot {
             arena_bytes: Some(Bytes::ZERO),
         },
         cpu: CpuSnapshot { load: Some(0.67), band: None },
+        no_gpu: None,
         run: Some(run()),
         recommendations: vec![],
         warnings: vec!["virtual:small was lost; the run continues without it".to_owned()],
@@ -134,8 +136,11 @@ fn screen(width: u16, height: u16, snapshot: &Snapshot, state: &ViewState) -> St
 }
 
 fn press(state: &mut ViewState, codes: &[KeyCode]) -> Vec<Reaction> {
-    let snapshot = snapshot();
-    codes.iter().map(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE), &snapshot)).collect()
+    press_on(state, &snapshot(), codes)
+}
+
+fn press_on(state: &mut ViewState, snapshot: &Snapshot, codes: &[KeyCode]) -> Vec<Reaction> {
+    codes.iter().map(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE), snapshot)).collect()
 }
 
 #[test]
@@ -157,7 +162,7 @@ fn machine_without_run_lists_its_devices() {
 #[test]
 fn details_list_categories_and_work() {
     let mut state = ViewState::new(PLAIN);
-    press(&mut state, &[KeyCode::Down, KeyCode::Enter]);
+    press(&mut state, &[KeyCode::Enter]);
     insta::assert_snapshot!(screen(80, 24, &snapshot(), &state));
 }
 
@@ -167,7 +172,7 @@ fn details_list_measured_categories() {
     let measured = [(Category::Weight, Bytes::mib(4)), (Category::Workspace, Bytes::mib(1))];
     shown.devices[1].measured_by_category = Some(measured.into());
     let mut state = ViewState::new(PLAIN);
-    press(&mut state, &[KeyCode::Down, KeyCode::Enter]);
+    press(&mut state, &[KeyCode::Enter]);
     let screen = screen(80, 24, &shown, &state);
     let rows: Vec<Vec<&str>> = screen.lines().map(|line| line.split_whitespace().collect()).collect();
     // The plan has no workspace, and nothing of the activations was measured.
@@ -181,14 +186,14 @@ fn details_list_measured_categories() {
 #[test]
 fn map_shows_arena_over_a_small_screen() {
     let mut state = ViewState::new(PLAIN);
-    press(&mut state, &[KeyCode::Char('m')]);
+    press(&mut state, &[KeyCode::Down, KeyCode::Char('m')]);
     insta::assert_snapshot!(screen(80, 24, &snapshot(), &state));
 }
 
 #[test]
 fn map_shows_arena_over_a_large_screen() {
     let mut state = ViewState::new(PLAIN);
-    press(&mut state, &[KeyCode::Down, KeyCode::Char('m'), KeyCode::Left, KeyCode::Left]);
+    press(&mut state, &[KeyCode::Char('m'), KeyCode::Left, KeyCode::Left]);
     insta::assert_snapshot!(screen(120, 40, &snapshot(), &state));
 }
 
@@ -202,7 +207,7 @@ fn map_keys_move_between_moments() {
         let drawn = screen(100, 24, &snapshot, state);
         drawn.lines().find(|line| line.starts_with("point")).unwrap().to_owned()
     };
-    press(&mut state, &[KeyCode::Char('m')]);
+    press(&mut state, &[KeyCode::Down, KeyCode::Char('m')]);
     assert_eq!(moment(&state), "point 5 of 9: 40.00 MiB in the backward pass, layer 3, at matrix product of down");
     press(&mut state, &[KeyCode::Right]);
     assert!(moment(&state).starts_with("point 6 of 9: 36.80 MiB in the backward pass, layer 2"));
@@ -212,6 +217,7 @@ fn map_keys_move_between_moments() {
     assert_eq!(moment(&state), "point 9 of 9: 24.00 MiB in the update, at adam_w of embedding");
     let far = DeviceSnapshot { load_line_bytes: Some(Bytes::gib(10)), ..snapshot.devices[0].clone() };
     let far = Snapshot { devices: vec![far, processor()], ..snapshot.clone() };
+    press(&mut state, &[KeyCode::Up]);
     let drawn = screen(80, 24, &far, &state);
     assert!(drawn.contains("\nline above") && drawn.is_ascii(), "{drawn}");
     press(&mut state, &[KeyCode::Down]);
@@ -280,14 +286,30 @@ fn snapshot_of_a_hostile_server_is_drawn() {
 }
 
 #[test]
+fn details_scroll_to_their_last_line() {
+    let processes = (1..=30).map(|pid| ProcessSnapshot { pid, name: None, held_bytes: None, is_plimsoll: false });
+    let mut snapshot = snapshot();
+    snapshot.devices = vec![DeviceSnapshot { processes: processes.collect(), ..processor() }];
+    let mut state = ViewState::new(PLAIN);
+    press_on(&mut state, &snapshot, &[KeyCode::Enter]);
+    let shown = screen(80, 24, &snapshot, &state);
+    assert!(shown.contains("more lines: Page Down") && !shown.contains("30            ? process"), "{shown}");
+    press_on(&mut state, &snapshot, &[KeyCode::PageDown; 9]);
+    let shown = screen(80, 24, &snapshot, &state);
+    assert!(shown.contains("30            ? process") && !shown.contains("more lines"), "{shown}");
+    press_on(&mut state, &snapshot, &[KeyCode::PageUp; 9]);
+    assert!(screen(80, 24, &snapshot, &state).contains("free on the device"));
+}
+
+#[test]
 fn keys_select_sort_and_quit() {
     let snapshot = snapshot();
     let mut state = ViewState::new(PLAIN);
     let names =
         |state: &ViewState| state.devices(&snapshot).iter().map(|device| device.name.clone()).collect::<Vec<_>>();
-    assert_eq!(names(&state), ["virtual:large", "virtual:small", "cpu"]);
-    press(&mut state, &[KeyCode::Char('.')]);
     assert_eq!(names(&state), ["virtual:small", "virtual:large", "cpu"], "least headroom first");
+    press(&mut state, &[KeyCode::Char('.')]);
+    assert_eq!(names(&state), ["virtual:large", "virtual:small", "cpu"], "as in the plan");
     press(&mut state, &[KeyCode::Char(','), KeyCode::Char(',')]);
     assert_eq!(names(&state)[0], "cpu", "busiest first");
     press(&mut state, &[KeyCode::Down; 5]);

@@ -117,7 +117,8 @@ pub(super) struct InferenceArgs {
 }
 
 impl InferenceArgs {
-    /// Returns the chat template `given`, or else the one beside the adapters.
+    /// Returns the chat template `given`, a file or the name of a built-in one, or else the path of `chat_template.jinja` in
+    /// the adapter's folder. `None` if there is neither.
     pub fn template(&self, given: Option<&String>) -> Option<String> {
         let beside = self.adapter.as_ref().map(|adapter| adapter.join("chat_template.jinja"));
         let beside = beside.filter(|file| file.is_file()).map(|file| file.to_string_lossy().into_owned());

@@ -2,7 +2,7 @@
 
 use super::hub::with_hub_files;
 use crate::command_line;
-use plimsoll_core::{Budget, Bytes, Plan, Recommendation, RecomputeLevel};
+use plimsoll_core::{Budget, Bytes, Failure, Plan, Recommendation, RecomputeLevel};
 use plimsoll_device::regular_file;
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_train::planning::advice::{Advice, Change, advise};
@@ -10,6 +10,7 @@ use plimsoll_train::planning::{PlannedRun, plan};
 use plimsoll_train::resolve::{GpuProcess, HubNeed, RunRequest, process_bytes};
 use plimsoll_watch::remedies::Setting;
 use plimsoll_watch::text::excerpt;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 /// Returns the recommendations for a run with the plan `before`, of the changes that `is_offered` accepts. `command`
@@ -42,16 +43,18 @@ fn recommendation(
 
 /// Returns the recommendations for the run in a folder, under the load lines of its plan. Each command starts a new run
 /// on the same devices and lines, because a resumed run keeps its plan as long as that fits. Load lines stay as they are,
-/// also if another process were closed: the memory that is free now depends on the run itself. Returns `None` for a run
-/// without a readable plan, or with devices of other machines.
-pub fn recommendations_for_run(folder: &Path) -> Option<Vec<Recommendation>> {
+/// also if another process were closed: the memory that is free now depends on the run itself.
+///
+/// # Errors
+/// The run has no readable plan, or devices of other machines, or it cannot be planned anew.
+pub fn recommendations_for_run(folder: &Path) -> Result<Vec<Recommendation>, Failure> {
     let mut request = request_of_run(folder)?;
     request.process_bytes = Some(process_bytes());
-    let PlannedRun { outcome, .. } = plan(&request, false).ok()?;
+    let PlannedRun { outcome, .. } = plan(&request, false)?;
     let command = |change: &Change, settings: &[Setting]| command_of_new_run(&request, change, settings);
     let keeps_lines =
         |change: &Change| !matches!(change, Change::RaiseBudget | Change::RaiseHost | Change::CloseProcess(_));
-    Some(recommendations(&request, &outcome.plan, keeps_lines, command))
+    Ok(recommendations(&request, &outcome.plan, keeps_lines, command))
 }
 
 /// Returns the words of the command that trains a run anew with a change, in a folder beside that of the run.
@@ -71,12 +74,12 @@ fn command_of_new_run(request: &RunRequest, change: &Change, settings: &[Setting
 
 /// Returns the request of the run in a folder, with the load lines of its plan: by now the run itself holds memory, so
 /// shares of free memory would give others.
-fn request_of_run(folder: &Path) -> Option<RunRequest> {
-    let mut request = with_hub_files(RunRequest::resume(folder, &[]).ok()?, HubNeed::Plan, true).ok()?;
-    let plan: Plan = serde_json::from_str(&regular_file::read_text(&folder.join("plan.json")).ok()?).ok()?;
+fn request_of_run(folder: &Path) -> Result<RunRequest, Failure> {
+    let mut request = with_hub_files(RunRequest::resume(folder, &[])?, HubNeed::Plan, true)?;
+    let plan = plan_of_run(folder)?;
     let mut devices = request.devices();
     if devices.has_remote_devices() {
-        return None;
+        return Err(Failure::input("a run on devices of other machines is not planned anew"));
     }
     let planned = plan.devices.iter().map(|device| {
         let named = devices.devices.iter().find(|requested| requested.name() == device.name);
@@ -84,7 +87,8 @@ fn request_of_run(folder: &Path) -> Option<RunRequest> {
         requested.set_budget(Budget::Amount(device.budget_bytes));
         Some(requested)
     });
-    devices.devices = planned.collect::<Option<_>>()?;
+    let planned: Option<Vec<_>> = planned.collect();
+    devices.devices = planned.ok_or_else(|| Failure::input("its plan has a device with an unknown name"))?;
     // A processor that trains is its own host, and has no line for it.
     if plan.host.budget_bytes > Bytes::ZERO {
         devices.host = devices.host.map(|_| Budget::Amount(plan.host.budget_bytes));
@@ -93,7 +97,18 @@ fn request_of_run(folder: &Path) -> Option<RunRequest> {
     request.run.devices = devices.to_string();
     // The lines of the plan have them already.
     request.budget_overrides.clear();
-    Some(request)
+    Ok(request)
+}
+
+/// Reads the plan in the folder of a run.
+fn plan_of_run(folder: &Path) -> Result<Plan, Failure> {
+    let path = folder.join("plan.json");
+    let text = regular_file::read_text(&path).map_err(|error| unreadable_plan(&path, &error))?;
+    serde_json::from_str(&text).map_err(|error| unreadable_plan(&path, &error))
+}
+
+fn unreadable_plan(path: &Path, error: &dyn Display) -> Failure {
+    Failure::input(format!("{}: {error}", path.display()))
 }
 
 /// Describes a change, its predicted effect and the plan under it, in one line.

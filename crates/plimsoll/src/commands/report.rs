@@ -3,9 +3,10 @@
 use super::advice::recommendations_for_run;
 use crate::args::ReportArgs;
 use crate::output;
-use plimsoll_core::{Exit, Failure};
+use plimsoll_core::{Exit, Failure, Recommendation};
 use plimsoll_device::private_file;
 use plimsoll_watch::report::Report;
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes `report.html` into the run folder and prints its path, or prints the report.
@@ -15,7 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
     let mut report = Report::read(&args.run_dir, now())?;
     if args.advise {
-        report.recommendations = recommendations_for_run(&args.run_dir);
+        report.recommendations = recommendations_or_note(&args.run_dir);
     }
     if args.json {
         output::print_json(&report.json());
@@ -30,6 +31,12 @@ pub fn run(args: &ReportArgs) -> Result<Exit, Failure> {
         output::print(&format!("report: {}\n", path.display()));
     }
     Ok(Exit::Done)
+}
+
+/// Returns the recommendations for a run; `None` with a note if it cannot be planned anew.
+fn recommendations_or_note(folder: &Path) -> Option<Vec<Recommendation>> {
+    let found = recommendations_for_run(folder);
+    found.inspect_err(|failure| output::print_note(&format!("no recommendations: {}", failure.message))).ok()
 }
 
 /// Returns the present time in seconds since the Unix epoch.

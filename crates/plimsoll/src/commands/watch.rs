@@ -68,7 +68,7 @@ pub fn run(args: &WatchArgs) -> Result<Exit, Failure> {
 struct Watched {
     origin: Origin,
     /// The thread that computes recommendations; `None` if there is none, and once they are shown.
-    advice: Option<JoinHandle<Vec<Recommendation>>>,
+    advice: Option<JoinHandle<Result<Vec<Recommendation>, Failure>>>,
 }
 
 /// The origin of snapshots.
@@ -98,7 +98,7 @@ impl Watched {
         let period = Duration::from_secs_f64(args.interval);
         let cluster = if args.run_dir.is_none() { ClusterWatch::start(period) } else { None };
         let advice = args.run_dir.clone().filter(|_| args.advise);
-        let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder).unwrap_or_default()));
+        let advice = advice.map(|folder| thread::spawn(move || recommendations_for_run(&folder)));
         Ok(Watched { origin: Origin::Here(Box::new(source), cluster), advice })
     }
 
@@ -119,7 +119,7 @@ impl Watched {
     /// Waits until the recommendations are computed, and adds them to all later snapshots.
     fn wait_for_advice(&mut self) {
         if let (Some(advice), Origin::Here(source, _)) = (self.advice.take(), &mut self.origin) {
-            source.recommendations = advice.join().unwrap_or_default();
+            source.recommendations = advice.join().unwrap_or_else(|_| Err(Failure::bug("planning ended early")));
         }
     }
 

@@ -426,7 +426,7 @@ impl<'a> ActiveSweep<'a> {
 }
 
 /// Returns [`Exit::Done`] if all runs are done. Otherwise fails with the exit code of the first run that is not done,
-/// or after a signal with that of a stopped run.
+/// or after a signal with that of a stopped run. A run that a signal ended counts as stopped.
 fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     let runs = &sweep.report.runs;
     let Some(first) = runs.iter().find(|run| run.state != SweepState::Done) else { return Ok(Exit::Done) };
@@ -441,6 +441,7 @@ fn outcome(sweep: &ActiveSweep, stopped: bool) -> Result<Exit, Failure> {
     };
     let hint = match exit {
         Exit::Input => format!("correct what is reported above, then: {}", sweep.resume_command()),
+        Exit::DoesNotFit => format!("with more memory: {}", sweep.resume_command()),
         _ => sweep.resume_hint(),
     };
     Err(Failure { exit, message, hints: vec![hint] })
