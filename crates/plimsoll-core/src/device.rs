@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceKind {
-    /// The CPU of this machine.
+    /// The CPU of a machine.
     Cpu,
     /// A simulated accelerator that runs on the CPU.
     Virtual,

@@ -14,7 +14,7 @@ use crate::tensor::{Index, Operand, TensorId};
 use foldhash::HashMap;
 
 /// The backward pass of one block (such as a layer) under construction: the ops so far, and the tensors that hold the
-/// gradients of forward values. It runs when Programs are built, unlike an autograd tape.
+/// gradients of forward values. Unlike an autograd tape, it derives ops when Programs are built.
 pub struct Tape<'a> {
     builder: &'a mut Builder,
     /// Gradient of each forward value that has one so far, by tensor and slot of the value.

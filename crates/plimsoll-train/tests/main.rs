@@ -1,4 +1,5 @@
-//! Tests of engines, teams and runs without the command line. One program holds those that need no process of their own.
+//! Tests of engines, teams and runs without the command line. One program holds
+//! all of them except `data_memory` and `planning_memory`, which measure the peak of their process.
 
 mod arena_use;
 mod batching;

@@ -97,7 +97,7 @@ impl ServerProcesses {
     }
 
     /// Kills the process of a device; the next request for the device starts another one.
-    fn restart(&self, device: &str) {
+    fn kill_process(&self, device: &str) {
         let mut server = self.children.lock().unwrap().remove(device).expect("the device has a process");
         server.kill();
     }
@@ -470,7 +470,7 @@ fn restarted_process_rejoins_the_team() {
             _ => {}
         }
         if matches!(event, Event::Step { step: 3, .. }) && returned.is_none() && losses.len() == 3 {
-            servers.restart("host-b/virtual:b");
+            servers.kill_process("host-b/virtual:b");
         }
         returned.is_some_and(|returned| losses.contains_key(&(returned + 4)))
     });

@@ -90,8 +90,8 @@ pub fn push_query_growth(config: &ModelConfig, architecture: &str, metadata: &mu
     Ok(())
 }
 
-/// Returns the divisor of each rotary frequency for scaling as in Llama 3.1, highest frequency first. Returns nothing for
-/// other scalings.
+/// Returns the divisor of each rotary frequency for scaling as in Llama 3.1, highest frequency first: `head_dim / 2`
+/// of them, and none for other scalings. `theta` is the base of the frequencies.
 pub fn rope_divisors(scaling: RopeScaling, theta: f64, head_dim: u64) -> Vec<f32> {
     let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = scaling
     else {

@@ -6,7 +6,7 @@ use super::planned_tensor::PlannedTensor;
 pub const MAGIC: &[u8; 4] = b"GGUF";
 /// Version of the format.
 const VERSION: u32 = 3;
-/// Alignment of the data and of each tensor, in bytes.
+/// Alignment of the data and of each tensor, in bytes, unless `general.alignment` of a file says otherwise.
 pub const ALIGNMENT: u64 = 32;
 
 /// The value of a key.
@@ -28,7 +28,7 @@ pub enum MetadataValue {
     F32s(Vec<f32>),
 }
 
-/// Numbers of the types of values in a file.
+/// GGUF's codes for the types of metadata values.
 pub mod value_type {
     pub const U8: u32 = 0;
     pub const I8: u32 = 1;

@@ -453,7 +453,7 @@ pub fn pack_right_operand(from: &[bf16], row: usize, count: usize, head: usize, 
     transpose_pairs(&from[..(count - 1) * row + head], row, count, head, to, QUERIES);
 }
 
-/// Implements `Multiply::score` for bf16.
+/// Implements `Multiply::score` for bf16. Bias, residual and scale of `to` are not used.
 pub fn score(m: usize, n: usize, k: usize, a: *const bf16, row: usize, right: *const f32, to: Target<f32>) {
     let to = Target::new(to.at, to.row, to.accumulate);
     small(m, n, k, Left::rows(a, row), right, QUERIES, PairTarget::<f32>::new(to));
