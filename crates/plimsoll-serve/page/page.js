@@ -111,10 +111,10 @@ function showPlan(plan) {
     ["effect on the results", plan.effect],
   ]);
   const work = ({ device, sequences, layers, recipe }) => {
-    const parts = [shown(sequences, (number) => `${number} sequences`), shown(layers, ([first, end]) => `layers ${first} to ${end - 1}`), recipe];
+    const parts = [shown(sequences || null, (number) => `${number} sequence${number === 1 ? "" : "s"}`), shown(layers, ([first, end]) => `layers ${first} to ${end - 1}`), recipe];
     return `${device}: ${parts.filter(isKnown).join(", ")}`;
   };
-  const lines = [...plan.workers.map(work), ...plan.excluded.map((excluded) => `not used: ${excluded}`)];
+  const lines = [...plan.workers.map(work), ...plan.excluded.map((excluded) => `excluded: ${excluded}`)];
   setList(byId("workers"), lines.map((line) => element("li", {}, line)));
 }
 

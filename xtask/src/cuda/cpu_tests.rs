@@ -38,8 +38,8 @@ type Tests = BTreeMap<String, Vec<String>>;
 #[derive(Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
-    /// SHA-256 of the sources in [`CRATES`] without comments, of the workspace's manifest and lock file, and of the versions of the compilers,
-    /// in hexadecimal digits.
+    /// SHA-256 of the sources in [`CRATES`] without comments, of the workspace's manifest and lock file, and of the versions
+    /// of the compilers, in hexadecimal digits.
     sha256: String,
     tests: Tests,
 }
@@ -110,7 +110,7 @@ fn sample(tests: &Tests, day: u64) -> Tests {
     drawn
 }
 
-/// Returns the SHA-256 of everything that decides whether the tests pass.
+/// Returns the SHA-256 of the sources, the manifests and the versions of the compilers.
 fn digest(root: &Path) -> anyhow::Result<String> {
     let mut digest = Sha256::new();
     for path in sources(root)? {

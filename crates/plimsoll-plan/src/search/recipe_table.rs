@@ -175,7 +175,7 @@ impl<'q> RecipeTable<'q> {
 
     /// Returns the recipe that takes the fewest seconds per sequence, with these seconds; `None` if the table is empty.
     fn fastest_per_sequence(&self) -> Option<(&Candidate, f64)> {
-        let per_sequence = |recipe: &'_ PricedRecipe| {
+        let per_sequence = |recipe: &PricedRecipe| {
             recipe.candidate.per_micro_batch_seconds / f64::from(recipe.candidate.recipe.micro_batch)
         };
         let priced = self.recipes.iter().map(|recipe| (&recipe.candidate, per_sequence(recipe)));

@@ -75,8 +75,8 @@ struct TeamWaits {
     /// The most seconds that a rank works once per step, with the recipe for which these are fewest. The step ends when the
     /// slowest update ends, and no update begins before the gradients of all ranks are summed.
     per_step_seconds: f64,
-    /// The shortest time that a rank needs for the part of its last backward pass in which gradients are exchanged. `None`
-    /// without other ranks.
+    /// The shortest time that a rank needs for the part of its last backward pass in which gradients are exchanged, with the
+    /// recipe that is fastest in long steps. `None` if no rank is faster than the others.
     shortest_exchange: Option<f64>,
 }
 
@@ -154,10 +154,11 @@ impl<'q> BatchSplitter<'q> {
     fn waits(&self, devices: &[usize]) -> TeamWaits {
         let tables = || devices.iter().map(|&device| self.table(device));
         let exchanges = tables().map(RecipeTable::overlap_seconds);
+        let are_unequal = devices.iter().any(|&device| !self.are_alike(device, devices[0]));
         TeamWaits {
             all_reduce: self.all_reduce(devices),
             per_step_seconds: tables().map(RecipeTable::least_per_step_seconds).fold(0.0, f64::max),
-            shortest_exchange: exchanges.reduce(f64::min).filter(|_| devices.len() > 1),
+            shortest_exchange: exchanges.reduce(f64::min).filter(|_| are_unequal),
         }
     }
 
@@ -167,7 +168,7 @@ impl<'q> BatchSplitter<'q> {
         self.split_with(devices, &self.waits(devices))
     }
 
-    /// Returns the fastest split over exactly these devices, as if the all-reduce took no time. Returns `None` if a
+    /// Returns the fastest split over exactly these devices, as if no rank waited for others. Returns `None` if a
     /// device cannot hold the model, or would get no sequence.
     pub fn split_without_all_reduce(&self, devices: &[usize]) -> Option<Split> {
         self.split_with(devices, &TeamWaits::default())

@@ -14,7 +14,8 @@ const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_secon
 /// The predicted time of a worker in a step.
 #[derive(Clone, Copy)]
 struct WorkerSeconds {
-    /// Seconds that the step takes the worker without others to wait for: computation, copies and work of the host.
+    /// Seconds that the step takes the worker without others to wait for: computation, copies, work of the host
+    /// and, in a data parallel team, the all-reduce of the loss.
     busy: f64,
     /// Seconds in which the worker waits for others, and for collectives.
     waiting: f64,

@@ -133,7 +133,12 @@ impl Readings<'_> {
     /// Returns the reason why this machine has no GPU to list, as one line; `None` if it has one.
     fn no_gpu(&self) -> Option<String> {
         let has_gpu = self.machine.devices.iter().any(|device| device.gpu.is_some());
-        (!has_gpu).then(|| self.machine.nvidia.to_string().lines().next().unwrap_or_default().to_owned())
+        let nvidia = &self.machine.nvidia;
+        (!has_gpu).then(|| match (&nvidia.error, &nvidia.cuda) {
+            (Some(error), _) => error.clone(),
+            (None, Some(_)) => "the NVIDIA driver lists no GPU".to_owned(),
+            (None, None) => nvidia.to_string().lines().next().unwrap_or_default().to_owned(),
+        })
     }
 
     fn host(&self) -> HostSnapshot {

@@ -2,7 +2,7 @@
 
 use crate::plan::describe_class;
 use crate::text::count;
-use plimsoll_core::{Plan, Recipe, WorkerPlan};
+use plimsoll_core::{ExcludedDevice, Plan, Recipe, WorkerPlan, format_count};
 use serde::{Deserialize, Serialize};
 
 /// The choices of the newest plan of a run.
@@ -47,11 +47,7 @@ impl PlanSnapshot {
                 true => single().into_iter().collect(),
                 false => plan.team.iter().map(WorkerSnapshot::of).collect(),
             },
-            excluded: plan
-                .excluded
-                .iter()
-                .map(|excluded| format!("{}: {}", excluded.device, excluded.reason))
-                .collect(),
+            excluded: plan.excluded.iter().map(describe_excluded).collect(),
         }
     }
 
@@ -60,9 +56,15 @@ impl PlanSnapshot {
         let rate = count(self.predicted_tokens_per_second);
         let head = format!("plan: {}, {rate} tok/s (predicted); {}", self.parallelism, self.effect);
         let workers = self.workers.iter().map(|worker| format!("{}: {}", worker.device, worker.work()));
-        let excluded = self.excluded.iter().map(|excluded| format!("not used: {excluded}"));
+        let excluded = self.excluded.iter().map(|excluded| format!("excluded: {excluded}"));
         [head].into_iter().chain(workers).chain(excluded).collect()
     }
+}
+
+/// Returns a device that takes no part, with the reason and its other work.
+fn describe_excluded(excluded: &ExcludedDevice) -> String {
+    let evaluates = if excluded.evaluator_plan.is_some() { "; it evaluates beside the run" } else { "" };
+    format!("{}: {}{evaluates}", excluded.device, excluded.reason)
 }
 
 impl WorkerSnapshot {
@@ -77,7 +79,9 @@ impl WorkerSnapshot {
 
     /// Returns the work of the device in words: `6 sequences, micro-batch 2, recompute nothing`.
     fn work(&self) -> String {
-        let sequences = self.sequences.map(|sequences| format!("{sequences} sequences"));
+        // The recipe of a device without sequences says so.
+        let sequences = self.sequences.filter(|count| *count > 0);
+        let sequences = sequences.map(|count| format_count(count, "sequence"));
         let layers = self.layers.map(|[first, end]| format!("layers {first} to {}", end.saturating_sub(1)));
         let parts = sequences.into_iter().chain(layers).chain([self.recipe.clone()]);
         parts.collect::<Vec<_>>().join(", ")

@@ -227,6 +227,12 @@ impl ViewState {
         self.moment = Some(if is_later { (now + 1).min(last) } else { now.saturating_sub(1) });
     }
 
+    /// Lists the devices in the order `step` places after the present one.
+    fn reorder(&mut self, step: usize) {
+        self.order = self.order.moved(step);
+        (self.moment, self.scrolled) = (None, 0);
+    }
+
     /// Selects a device by its place in the list.
     fn select(&mut self, place: usize) {
         self.selected = place;
@@ -253,8 +259,8 @@ impl ViewState {
             }
             KeyCode::Up => self.select(self.selected.min(last).saturating_sub(1)),
             KeyCode::Down => self.select((self.selected + 1).min(last)),
-            KeyCode::Char('.') => self.order = self.order.moved(1),
-            KeyCode::Char(',') => self.order = self.order.moved(Order::ALL.len() - 1),
+            KeyCode::Char('.') => self.reorder(1),
+            KeyCode::Char(',') => self.reorder(Order::ALL.len() - 1),
             _ => {}
         }
         Reaction::Redraw

@@ -68,7 +68,8 @@ fn evaluator_uses_exact_team_weights() {
     let workspace = Workspace::new(&QUICK);
     // Evaluations long enough to be worth a slow link, and rare enough for a slow device.
     workspace.write("eval.jsonl", workspace.read("eval.jsonl").repeat(4));
-    let (two, evaluated) = ("virtual:a=64MiB@0.3,virtual:b=64MiB@0.2", ["--set", "train.eval_every=6"]);
+    // Two equal devices: both searches divide the step in the middle, so both runs have the same bits.
+    let (two, evaluated) = ("virtual:a=64MiB@0.25,virtual:b=64MiB@0.25", ["--set", "train.eval_every=6"]);
     train(&workspace, "plain", &[&["--devices", two][..], &evaluated].concat());
     let three = format!("{two},virtual:c=48MiB@0.12::22MB/s");
     let result = train(&workspace, "beside", &[&["--devices", &three][..], &evaluated].concat());
