@@ -173,6 +173,13 @@ impl Prices<'_> {
         }
     }
 
+    /// Predicts the seconds of one call of each of these Programs, one after the other; one that `set` lacks takes no time.
+    /// `last` selects the last micro-batch of a step.
+    pub(crate) fn programs_seconds(&self, set: &ProgramSet, kinds: &[ProgramKind], last: bool) -> f64 {
+        let programs = kinds.iter().filter_map(|kind| set.program(*kind));
+        programs.map(|program| self.program_seconds(set, program, last)).sum()
+    }
+
     /// Predicts the compute time of one call of a Program, without copies, host work and communication.
     pub fn compute_seconds(&self, set: &ProgramSet, program: &Program) -> f64 {
         program.blocks.iter().map(|block| self.block_seconds(set, block)).sum()
@@ -205,10 +212,7 @@ impl Prices<'_> {
 
     /// Predicts the seconds of a step like [`Prices::step_seconds`], by phase.
     pub fn step_phases(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> StepPhases {
-        let seconds = |kinds: &[ProgramKind], last: bool| -> f64 {
-            let programs = kinds.iter().filter_map(|kind| set.program(*kind));
-            programs.map(|program| self.program_seconds(set, program, last)).sum()
-        };
+        let seconds = |kinds: &[ProgramKind], last: bool| self.programs_seconds(set, kinds, last);
         let kinds = [ProgramKind::Forward, ProgramKind::Backward];
         let update = seconds(&[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update], exchanges);
         // A step may have millions of micro-batches, so they are not added up one by one.
@@ -348,11 +352,9 @@ pub struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    /// Predicts the seconds of one call of each of these Programs; one that the rank lacks takes no time. `last` selects the
-    /// last micro-batch of a step.
+    /// Predicts the seconds of one call of each of these Programs, like [`Prices::programs_seconds`].
     fn seconds(&self, kinds: &[ProgramKind], last: bool) -> f64 {
-        let programs = kinds.iter().filter_map(|kind| self.set.program(*kind));
-        programs.map(|program| self.prices.program_seconds(self.set, program, last)).sum()
+        self.prices.programs_seconds(self.set, kinds, last)
     }
 
     /// Predicts the seconds from the begin of a step to the last backward pass.

@@ -387,10 +387,7 @@ impl<'q> Measurer<'q> {
     /// kinds.
     fn measure_programs(&self, set: &ProgramSet, timed: &[ProgramKind]) -> Measured {
         let prices = self.request.prices();
-        let seconds_of = |last: bool| {
-            let programs = timed.iter().filter_map(|kind| set.program(*kind));
-            programs.map(|program| prices.program_seconds(set, program, last)).sum()
-        };
+        let seconds_of = |last: bool| prices.programs_seconds(set, timed, last);
         let seconds = seconds_of(false);
         let backward = set.program(ProgramKind::Backward).filter(|_| timed.contains(&ProgramKind::Backward));
         // The overlap is scaled by compute time: if copies take longer than computing, they do so throughout the pass.
@@ -474,8 +471,8 @@ impl<'q> Measurer<'q> {
             Some(_) => &[ProgramKind::Forward, ProgramKind::Backward][..],
             None => &[ProgramKind::Evaluate][..],
         };
+        let pass_seconds = prices.programs_seconds(&set, kinds, false);
         let programs = kinds.iter().filter_map(|kind| set.program(*kind));
-        let pass_seconds = programs.clone().map(|program| prices.program_seconds(&set, program, false)).sum::<f64>();
         let compute_seconds: f64 = programs.map(|program| prices.compute_seconds(&set, program)).sum();
         // If a pass waits for communication, it does so in all layers.
         let scale = if compute_seconds > 0.0 { pass_seconds / compute_seconds } else { 0.0 };
