@@ -129,7 +129,7 @@ fn check_every_choice(config: &ModelConfig) {
         let run = number % runs.len();
         for one_micro_batch in [false, true] {
             let plain = &plain[run][usize::from(choice.streams_head(config.tied))];
-            let set = offload(plain.clone(), LAYERS, &choice, one_micro_batch);
+            let set = offload(plain, LAYERS, &choice, one_micro_batch);
             let case = || format!("{:?}, {choice}, {one_micro_batch}", runs[run]);
             check(&set).unwrap_or_else(|e| panic!("{}: {e}", case()));
             let all = persistent(plain, Space::Device);
@@ -154,7 +154,7 @@ fn check_every_choice(config: &ModelConfig) {
 fn empty_offload_keeps_programs_unchanged() {
     let run = Run { precision: DType::F32, optimizer: Some(ADAMW), files: None };
     let plain = programs(&model("smollm2-135m"), run, false);
-    assert_eq!(offload(plain.clone(), LAYERS, &Offload::NOTHING, true), plain);
+    assert_eq!(offload(&plain, LAYERS, &Offload::NOTHING, true), plain);
 }
 
 /// The device holds two blocks of a streamed head, and two of its gradient.
@@ -167,7 +167,7 @@ fn streamed_head_takes_two_blocks_on_device() {
         let block = head_blocks(config.vocab, Kernels::Cuda)[0].end * config.hidden;
         for precision in [DType::F32, DType::Bf16] {
             let run = Run { precision, optimizer: Some(ADAMW), files: None };
-            let set = offload(programs(&config, run, true), LAYERS, &choice, false);
+            let set = offload(&programs(&config, run, true), LAYERS, &choice, false);
             let on_device = |t: &&Tensor| t.space == Space::Device && t.elements() >= config.vocab * config.hidden;
             let whole: Vec<&str> = set.tensors.iter().filter(on_device).map(|t| &*t.name).collect();
             let table = if config.tied { "embedding" } else { "head" };

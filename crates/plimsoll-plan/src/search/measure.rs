@@ -4,9 +4,10 @@
 //! Writing Programs is slow, so everything is measured once and cached ([`MeasurementCache`]). Resident bytes are in
 //! `residency`, and estimates without Programs in `estimate`.
 
+use super::level_bytes::LevelBytes;
 use super::memo::Memo;
 use super::plan_request::FilePrograms;
-use super::profile::{LEVEL_STEPS, Profile, choose_levels, measure_profile};
+use super::profile::{Profile, choose_levels, measure_profile};
 use super::residency::{ResidencyModel, ResidentBytes};
 use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
@@ -23,8 +24,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 const MAX_STAGING_BYTES: u64 = 8 * STAGING_BYTES;
 
 /// Most sets of Programs without offload that a measurer keeps. Recipes that differ only in their offload choice share a
-/// set, and a search measures them with few levels of recompute in turn.
-const MAX_BUILT: u64 = 4;
+/// set, and a search measures most choices with the same few levels of recompute.
+const MAX_BUILT: u64 = 12;
 /// Fraction of a device's arena that the ops of these sets may take, as a divisor. A search runs in the process whose
 /// memory counts for CPU and virtual devices, so it keeps none for the smallest of them.
 const BUILT_PART_OF_ARENA: u64 = 64;
@@ -100,6 +101,7 @@ pub(super) struct Measurer<'q> {
     cache: Arc<MeasurementCache>,
     /// Programs without offload that were built last, by the choices that they depend on; oldest first.
     built: Mutex<VecDeque<(Recipe, Arc<ProgramSet>)>>,
+    pub(super) level_bytes: LevelBytes,
 }
 
 /// The cache key of the work done once per step. This work depends only on the offload choice and on whether the step
@@ -177,9 +179,9 @@ fn with_offload(recipe: &Recipe, offload: Offload) -> Recipe {
 }
 
 /// Returns whether a Program depends on all choices of a recipe: one of a micro-batch, an evaluation or a generation.
-fn depends_on_whole_recipe(program: &Program) -> bool {
+fn depends_on_whole_recipe(program: ProgramKind) -> bool {
     matches!(
-        program.kind,
+        program,
         ProgramKind::Forward
             | ProgramKind::Backward
             | ProgramKind::Evaluate
@@ -196,7 +198,7 @@ impl<'q> Measurer<'q> {
 
     /// Creates a measurer that shares a cache with requests that differ only in load lines.
     pub fn with_cache(request: &'q PlanRequest<'q>, cache: Arc<MeasurementCache>) -> Measurer<'q> {
-        Measurer { request, cache, built: Mutex::default() }
+        Measurer { request, cache, built: Mutex::default(), level_bytes: LevelBytes::default() }
     }
 
     /// Returns a measurer with the same cache for a request that differs only in load lines.
@@ -315,10 +317,15 @@ impl<'q> Measurer<'q> {
 
     /// Returns the Programs of `plain`, which was built without offload, with the offload choice of a recipe applied to
     /// those that `selected` accepts.
-    fn offload_selected(&self, plain: &ProgramSet, recipe: &Recipe, selected: &dyn Fn(&Program) -> bool) -> ProgramSet {
+    fn offload_selected(
+        &self,
+        plain: &ProgramSet,
+        recipe: &Recipe,
+        selected: &dyn Fn(ProgramKind) -> bool,
+    ) -> ProgramSet {
         let request = self.request;
         let one_micro_batch = request.micro_batch_count(recipe) == 1;
-        let set = offload_programs(plain.clone(), self.layers(), &recipe.offload, one_micro_batch, selected);
+        let set = offload_programs(plain, self.layers(), &recipe.offload, one_micro_batch, selected);
         request.stage_messages_on_host(request.move_to_scratch_file(set, recipe.offload))
     }
 
@@ -378,7 +385,7 @@ impl<'q> Measurer<'q> {
     fn measure_file_staging(&self, recipe: &Recipe) -> PerSpace<u64> {
         let (request, offload) = (self.request, recipe.offload);
         let set = request.build(request.config, recipe, FilePrograms::Only);
-        let set = offload_programs(set, self.layers(), &offload, false, &|_| true);
+        let set = offload_programs(&set, self.layers(), &offload, false, &|_| true);
         let all = lower_bounds(&request.move_to_scratch_file(set, offload));
         all.saturating_sub(self.resident(offload).spaces)
     }
@@ -513,91 +520,12 @@ impl<'q> Measurer<'q> {
 
     /// Returns the levels at a step of the byte budget, from the smallest (0) to no recompute ([`LEVEL_STEPS`]). Returns
     /// `None` if the profile is empty.
-    fn levels_at(&self, micro_batch: u32, step: u32) -> Option<Vec<RecomputeLevel>> {
+    pub(super) fn levels_at(&self, micro_batch: u32, step: u32) -> Option<Vec<RecomputeLevel>> {
         let smallest = self.smallest_levels(micro_batch)?;
         let choose = || {
             let profile = self.profile(micro_batch);
             choose_levels(&profile, smallest.len(), profile.budget_at(&smallest, step))
         };
         self.cache.levels.get_or_compute((micro_batch, step), choose)
-    }
-
-    /// Returns the bytes that the load line of the device leaves for activations, in the terms of the profile: as if
-    /// nothing was offloaded. Returns `None` if the offload choice does not fit even with full recompute; `list` then
-    /// has that candidate.
-    fn activation_budget(&self, micro_batch: u32, offload: Offload, list: &mut Vec<Candidate>) -> Option<u64> {
-        let arena_budget = self.request.device.arena_budget().0;
-        if offload.is_nothing() {
-            return Some(arena_budget.saturating_sub(self.resident(offload).spaces.device));
-        }
-        // The bytes freed by the offload are measured with full recompute, and taken to be equal with other levels.
-        let plain = self.micro_batch_costs(micro_batch).full_recompute_bytes;
-        let recipe = self.full_recompute(micro_batch, offload);
-        let offloaded = self.known_bytes(&recipe).unwrap_or_else(|| {
-            let candidate = self.candidate(recipe);
-            list.push(candidate.clone());
-            candidate.bytes
-        });
-        self.is_under_load_lines(offloaded).then(|| (arena_budget + plain).saturating_sub(offloaded.device))
-    }
-
-    /// Returns recipes with different recompute levels, among them the one that recomputes least under the load lines.
-    /// Levels are taken at fixed steps of their bytes, so that more memory never leads to more recompute. Possibly no
-    /// recipe of the result fits.
-    pub fn candidates_with_recompute(&self, micro_batch: u32, offload: Offload) -> Vec<Candidate> {
-        let full_recompute = || self.candidate(self.full_recompute(micro_batch, offload));
-        if self.request.fixed_recompute().is_some() {
-            return vec![full_recompute()];
-        }
-        let mut list = Vec::new();
-        let Some(budget) = self.activation_budget(micro_batch, offload, &mut list) else { return list };
-        if let Some(smallest) = self.smallest_levels(micro_batch) {
-            let profile = self.profile(micro_batch);
-            let step_bytes = profile.bytes_above(&smallest) as f64 / f64::from(LEVEL_STEPS);
-            self.add_least_recompute(
-                micro_batch,
-                offload,
-                profile.step_within(&smallest, budget),
-                step_bytes,
-                &mut list,
-            );
-        }
-        if !offload.is_nothing() && list.iter().all(|candidate| !self.fits(candidate)) {
-            list.push(full_recompute());
-        }
-        list
-    }
-
-    /// Finds the last step of levels with which a recipe fits, beginning at step `next`, and adds the measured recipes to
-    /// `list`. A step adds about `step_bytes` on the device.
-    fn add_least_recompute(
-        &self,
-        micro_batch: u32,
-        offload: Offload,
-        mut next: u32,
-        step_bytes: f64,
-        list: &mut Vec<Candidate>,
-    ) {
-        let arena_budget = self.request.device.arena_budget().0;
-        // The last step that fits is at least `low` - 1 and below `high`.
-        let (mut low, mut high) = (0, LEVEL_STEPS + 1);
-        while let Some(recompute) = self.levels_at(micro_batch, next) {
-            let candidate = self.candidate(self.request.recipe(micro_batch, recompute, offload));
-            let left = arena_budget as f64 - candidate.known_bytes().device as f64;
-            match self.fits(&candidate) {
-                true => low = next + 1,
-                // Levels change no bytes of the host.
-                false if left >= 0.0 => high = low,
-                false => high = next,
-            }
-            if list.iter().all(|known| known.recipe != candidate.recipe) {
-                list.push(candidate);
-            }
-            if low >= high {
-                break;
-            }
-            let steps = (left / step_bytes.max(1.0)).floor().clamp(-f64::from(LEVEL_STEPS), f64::from(LEVEL_STEPS));
-            next = (i64::from(next) + steps as i64).clamp(low.into(), i64::from(high) - 1) as u32;
-        }
     }
 }

@@ -4,7 +4,8 @@
 //! 2. `offload`: if recompute is not enough, or slower than copies, tensors are offloaded. `estimate` orders the
 //!    choices.
 //! 3. `measure`: each recipe is measured by its Programs: a lower bound of its bytes, and its predicted seconds.
-//!    `residency` predicts the resident bytes of any offload choice.
+//!    `residency` predicts the resident bytes of any offload choice, and `least_recompute` finds the levels that fit,
+//!    with the corrections of `level_bytes`.
 //! 4. The candidates are sorted by predicted time and packed in this order. The first one that fits is the plan
 //!    (`packed`), unless one of its neighbors, which differ from it in one offload choice, is faster and fits.
 //! 5. `lossy`: if none fits, lossy rungs are taken as far as the user allows them. Otherwise the outcome is a refusal
@@ -16,6 +17,8 @@
 mod estimate;
 mod ladder;
 mod least_memory;
+mod least_recompute;
+mod level_bytes;
 mod lossy;
 mod measure;
 mod memo;
@@ -31,6 +34,7 @@ mod shared;
 
 use crate::layout::lay_out;
 use measure::Measurer;
+use offload::OffloadGoal;
 use plimsoll_core::{DeviceKind, Offload, Parallelism, Plan, Recipe, RecomputeLevel, Remedy, WorkKind};
 use plimsoll_program::{Program, ProgramSet};
 use std::cmp::Ordering;
@@ -59,10 +63,10 @@ const MAX_NEIGHBORS: usize = 40;
 /// Returns recipes with the given micro-batch sizes, with bounds on their bytes and predicted seconds, in no order:
 /// recipes without offload, and recipes that offload may make faster. If the user has pinned an offload choice, all
 /// have it.
-fn candidates(measurer: &Measurer, micro_batches: &[u32]) -> Vec<Candidate> {
+fn candidates(measurer: &Measurer, micro_batches: &[u32], goal: OffloadGoal) -> Vec<Candidate> {
     let mut list = candidates_with_one_choice(measurer, micro_batches);
     if measurer.request.pins.offload.is_none() {
-        offload::add_candidates(measurer, micro_batches, &mut list);
+        offload::add_candidates(measurer, micro_batches, goal, &mut list);
     }
     list
 }
@@ -157,7 +161,7 @@ fn fastest(
     smallest: impl FnOnce() -> Option<Candidate>,
     tried: &mut Vec<TriedRecipe>,
 ) -> Option<PackedCandidate> {
-    let list = candidates(measurer, &measurer.request.micro_batch_sizes());
+    let list = candidates(measurer, &measurer.request.micro_batch_sizes(), OffloadGoal::FASTEST);
     let mut search = RecipeSearch { measurer, list, neighbors_left: MAX_NEIGHBORS };
     let found = search.pack_fastest(f64::INFINITY).or_else(|| search.pack_smallest(smallest()?));
     let found = found.map(|(candidate, packed)| search.pack_faster_neighbors(candidate, packed));
@@ -202,8 +206,8 @@ impl RecipeSearch<'_, '_> {
             // Choices that were left out because they are slower than this candidate may now be the fastest.
             let enough = candidate.step_seconds * (1.0 + MAX_LOSS_BY_PACKING);
             let is_slower = |next: Candidate| next.step_seconds > enough;
-            if !offload.is_nothing() && bound == f64::INFINITY && self.fastest_fitting().is_none_or(is_slower) {
-                add_new(&mut self.list, candidates(self.measurer, &request.micro_batch_sizes()));
+            if bound == f64::INFINITY && self.fastest_fitting().is_none_or(is_slower) {
+                add_new(&mut self.list, candidates(self.measurer, &request.micro_batch_sizes(), OffloadGoal::FASTEST));
             }
         }
         None

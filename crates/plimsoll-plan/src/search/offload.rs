@@ -201,15 +201,15 @@ impl EstimateCorrections {
     }
 }
 
-/// Returns the offload choices whose estimated step takes less than `best` seconds, fastest first. Choices with too
+/// Returns the offload choices whose estimated step takes less than `slowest` seconds, fastest first. Choices with too
 /// many resident bytes for host or scratch file are left out.
-fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], best: f64) -> Vec<EstimatedChoice> {
+fn estimate_choices(measurer: &Measurer, micro_batches: &[u32], slowest: f64) -> Vec<EstimatedChoice> {
     let mut list = Vec::new();
     let offloads = |choice: &Offload| !choice.is_nothing() && resident_bytes_fit(measurer, *choice);
     for choice in choices_with_update(measurer).filter(offloads) {
         for &micro_batch in micro_batches {
             match measurer.estimate_step_seconds(micro_batch, choice) {
-                Some(step_seconds) if step_seconds < best => {
+                Some(step_seconds) if step_seconds < slowest => {
                     let host_bytes = measurer.resident(choice).spaces.host;
                     list.push(EstimatedChoice { step_seconds, host_bytes, micro_batch, choice });
                 }
@@ -243,15 +243,30 @@ fn group_by_kind(measurer: &Measurer, estimates: Vec<EstimatedChoice>) -> Vec<Ch
     kinds
 }
 
+/// The recipes for which a search looks among the offload choices.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum OffloadGoal {
+    /// For each choice that is measured, the one with the least recompute: the caller compares them in steps of other
+    /// lengths, too.
+    AnyStep,
+    /// The fastest one that takes fewer than these seconds a step. Others need not be complete.
+    FasterThan(f64),
+}
+
+impl OffloadGoal {
+    /// The fastest recipe.
+    pub const FASTEST: OffloadGoal = OffloadGoal::FasterThan(f64::INFINITY);
+}
+
 /// Adds candidates with offload that could be faster than those in `list`.
 ///
 /// Programs are built for the choice with the least corrected estimate of its time, until none can be faster than the
 /// best that fits. The ratio of the seconds predicted from Programs to the estimate corrects the estimates of similar
 /// choices.
-pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &mut Vec<Candidate>) {
+pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], goal: OffloadGoal, list: &mut Vec<Candidate>) {
     let best_of = |list: &[Candidate]| fastest(measurer, list).map(|best| best.step_seconds);
-    let mut best = best_of(list).unwrap_or(f64::INFINITY);
-    let mut kinds = group_by_kind(measurer, estimate_choices(measurer, micro_batches, best));
+    let bound = if let OffloadGoal::FasterThan(seconds) = goal { seconds } else { f64::INFINITY };
+    let mut best = best_of(list).unwrap_or(f64::INFINITY).min(bound);
     let is_pipeline = measurer.request.share.parallelism == Some(Parallelism::Pipeline);
     let layers = measurer.request.layers();
     let most = match is_sharded(measurer) || is_pipeline {
@@ -260,6 +275,8 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
     };
     let (mut fitting_left, mut misses_left) = (most, most);
     let mut corrections = EstimateCorrections::new(layers);
+    let slowest = best / (1.0 - corrections.error);
+    let mut kinds = group_by_kind(measurer, estimate_choices(measurer, micro_batches, slowest));
     while fitting_left > 0 && misses_left > 0 {
         let corrected = |kind: &ChoicesOfKind| corrections.promising_seconds(kind, best);
         let promising = (0..kinds.len()).filter_map(|number| Some((number, corrected(&kinds[number])?)));
@@ -269,17 +286,21 @@ pub(super) fn add_candidates(measurer: &Measurer, micro_batches: &[u32], list: &
         if !measurer.may_fit(micro_batch, choice) {
             continue;
         }
-        let found = measurer.candidates_with_recompute(micro_batch, choice);
-        match best_of(&found) {
+        let level_bound = match goal {
+            OffloadGoal::AnyStep => f64::INFINITY,
+            OffloadGoal::FasterThan(_) => best * (1.0 - MIN_GAIN),
+        };
+        let found = measurer.candidates_faster_than(level_bound, micro_batch, choice);
+        match found.least_seconds {
             Some(seconds) => {
                 corrections.record(micro_batch, kinds[number].representative, seconds / step_seconds);
-                best = best.min(seconds);
+                best = best_of(&found.list).map_or(best, |seconds| seconds.min(best));
                 fitting_left -= 1;
             }
             // Without a recipe, known bytes of similar choices were enough to tell, and no Programs were built.
-            None => misses_left -= usize::from(!found.is_empty()),
+            None => misses_left -= usize::from(!found.list.is_empty()),
         }
-        list.extend(found);
+        list.extend(found.list);
     }
 }
 

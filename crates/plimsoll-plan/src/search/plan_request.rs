@@ -215,7 +215,7 @@ impl PlanRequest<'_> {
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
         let plain = self.build(self.config, recipe, FilePrograms::With);
         let one_micro_batch = self.micro_batch_count(recipe) == 1;
-        let offloaded = passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch);
+        let offloaded = passes::offload::offload(&plain, self.layers() as u32, &recipe.offload, one_micro_batch);
         passes::trim_staging::trim_staging_buffers(
             self.stage_messages_on_host(self.move_to_scratch_file(offloaded, recipe.offload)),
         )
@@ -228,7 +228,7 @@ impl PlanRequest<'_> {
             (self.build(self.config, recipe, FilePrograms::Without), self.micro_batch_count(recipe) == 1);
         self.stage_messages_on_host(match recipe.offload.is_nothing() {
             true => plain,
-            false => passes::offload::offload(plain, self.layers() as u32, &recipe.offload, one_micro_batch),
+            false => passes::offload::offload(&plain, self.layers() as u32, &recipe.offload, one_micro_batch),
         })
     }
 

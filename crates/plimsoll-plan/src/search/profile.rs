@@ -66,6 +66,12 @@ impl Profile {
         seconds.min_by(f64::total_cmp)
     }
 
+    /// Returns the seconds of the backward passes of layers with the given levels.
+    pub(super) fn seconds(&self, levels: &[RecomputeLevel]) -> f64 {
+        let seconds = |level| self.levels.iter().find(|p| p.level == level).map_or(0.0, |p| p.seconds);
+        levels.iter().map(|&level| seconds(level)).sum()
+    }
+
     /// Computes the peak above the resident bytes with the given levels.
     pub(super) fn required_bytes(&self, levels: &[RecomputeLevel]) -> u64 {
         let (mut live, mut most) = (self.base, 0);
@@ -82,12 +88,6 @@ impl Profile {
     pub(super) fn budget_at(&self, smallest: &[RecomputeLevel], step: u32) -> u64 {
         let least = self.required_bytes(smallest);
         least + self.bytes_above(smallest) * u64::from(step) / u64::from(LEVEL_STEPS)
-    }
-
-    /// Returns the last step whose byte budget is at most `budget`; the first if none is.
-    pub(super) fn step_within(&self, smallest: &[RecomputeLevel], budget: u64) -> u32 {
-        let above = budget.saturating_sub(self.required_bytes(smallest)) as u128;
-        (above * u128::from(LEVEL_STEPS) / u128::from(self.bytes_above(smallest).max(1))).min(LEVEL_STEPS.into()) as u32
     }
 
     /// Returns the bytes by which the peak without recompute exceeds that of `smallest` levels.

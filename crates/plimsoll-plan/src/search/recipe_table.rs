@@ -2,6 +2,7 @@
 //! step by such tables, without a search for each division.
 
 use super::measure::{Candidate, MeasurementCache, Measurer};
+use super::offload::OffloadGoal;
 use super::{PlanRequest, candidates, candidates_with_offload, offload};
 use plimsoll_core::{Bytes, HostSpec, Offload, Recipe, Space};
 use std::collections::HashSet;
@@ -87,13 +88,13 @@ impl<'q> RecipeTable<'q> {
         };
         let micro_batches = sizes_up_to(request.sequences);
         table.micro_batches.extend(&micro_batches);
-        let found = candidates(&table.measurer, &micro_batches);
+        let found = candidates(&table.measurer, &micro_batches, OffloadGoal::AnyStep);
         table.add(found);
         if request.host.budget > Bytes::ZERO && step_sequences > request.sequences {
             // The best offload for a step of one micro-batch differs from that for a step of several.
             let whole_step = PlanRequest { sequences: step_sequences, ..request.clone() };
             let measurer = Measurer::with_cache(&whole_step, cache_of(&whole_step));
-            let found = candidates(&measurer, &sizes_up_to(step_sequences));
+            let found = candidates(&measurer, &sizes_up_to(step_sequences), OffloadGoal::AnyStep);
             table.recipes.extend(PricedRecipe::fitting(&measurer, found));
         }
         if table.recipes.is_empty() {
@@ -136,7 +137,7 @@ impl<'q> RecipeTable<'q> {
         let measurer = self.measurer.with_request(&request);
         let mut sizes: Vec<u32> = self.micro_batches.iter().copied().collect();
         sizes.sort_unstable();
-        self.extend_new(PricedRecipe::fitting(&measurer, candidates(&measurer, &sizes)));
+        self.extend_new(PricedRecipe::fitting(&measurer, candidates(&measurer, &sizes, OffloadGoal::AnyStep)));
     }
 
     /// Adds the recipes that the table does not have.
@@ -227,7 +228,7 @@ impl<'q> RecipeTable<'q> {
         if !recipe.offload.is_nothing() {
             let mut sizes: Vec<u32> = self.micro_batches.iter().copied().collect();
             sizes.sort_unstable();
-            smaller.extend(candidates(&self.measurer, &sizes));
+            smaller.extend(candidates(&self.measurer, &sizes, OffloadGoal::AnyStep));
         }
         smaller.retain(|candidate| candidate.recipe != *recipe);
         self.extend_new(PricedRecipe::fitting(&self.measurer, smaller));

@@ -155,7 +155,7 @@ pub(crate) fn resident_tensors(request: &PlanRequest) -> ProgramSet {
 
 /// Computes the resident bytes of an offload choice, by offloading the resident `tensors` of a request.
 fn measure_residency(request: &PlanRequest, tensors: &ProgramSet, offload: Offload) -> ResidentBytes {
-    let offloaded = offload_programs(tensors.clone(), request.layers() as u32, &offload, false, &|_| false);
+    let offloaded = offload_programs(tensors, request.layers() as u32, &offload, false, &|_| false);
     let set = request.move_to_scratch_file(offloaded, offload);
     let bytes = |spaces: &[Space], category: Category| {
         let tensors = set.tensors.iter().filter(|t| spaces.contains(&t.space) && t.category == category);

@@ -2,6 +2,7 @@
 //! planner of teams sizes shards by them, without a search for each size.
 
 use super::measure::{Candidate, MeasurementCache, Measurer};
+use super::offload::OffloadGoal;
 use super::plan_request::FilePrograms;
 use super::residency::resident_tensors;
 use super::{PlanRequest, candidates_with_one_choice, offload};
@@ -178,15 +179,17 @@ pub(crate) enum RecipeGoal {
     LeastMemory,
 }
 
-/// Returns the recipe of a share that fits and meets `goal`; `None` if none fits. `cache` has measurements of requests that
-/// differ from this one only in load lines.
+/// Returns the recipe of a share that fits and meets `goal`; `None` if none fits. The search for the fastest may pass over
+/// recipes with which a step of the share takes `bound` seconds or more. `cache` has measurements of requests that differ from
+/// this one only in load lines.
 pub(crate) fn recipe_of_share(
     request: &PlanRequest,
     goal: RecipeGoal,
+    bound: f64,
     cache: Arc<MeasurementCache>,
 ) -> Option<Candidate> {
     match goal {
-        RecipeGoal::Fastest => fastest_unpacked(request, cache),
+        RecipeGoal::Fastest => fastest_unpacked(request, bound, cache),
         RecipeGoal::LeastMemory => smallest_that_fits(&Measurer::with_cache(request, cache)),
     }
 }
@@ -197,8 +200,9 @@ fn smallest_that_fits(measurer: &Measurer) -> Option<Candidate> {
 }
 
 /// Returns the fastest recipe of a share that fits, by its packed bytes if it was packed, and otherwise by their lower
-/// bounds. If the usual candidates do not fit, it is the smallest recipe. Returns `None` if that does not fit either.
-fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Option<Candidate> {
+/// bounds. If the usual candidates do not fit, it is the smallest recipe. Returns `None` if that does not fit either. With a
+/// `bound`, it may also return `None` if all that fit take as many seconds a step or more.
+fn fastest_unpacked(request: &PlanRequest, bound: f64, cache: Arc<MeasurementCache>) -> Option<Candidate> {
     let measurer = Measurer::with_cache(request, cache);
     let fits = |candidate: &Candidate| measurer.fits(candidate);
     let micro_batches = request.micro_batch_sizes();
@@ -208,8 +212,8 @@ fn fastest_unpacked(request: &PlanRequest, cache: Arc<MeasurementCache>) -> Opti
         if !found.iter().any(fits) && !offload::may_fit(&measurer) {
             return None;
         }
-        offload::add_candidates(&measurer, &micro_batches, &mut found);
+        offload::add_candidates(&measurer, &micro_batches, OffloadGoal::FasterThan(bound), &mut found);
     }
     let fastest = found.into_iter().filter(fits).min_by(|a, b| a.step_seconds.total_cmp(&b.step_seconds));
-    fastest.or_else(|| smallest_that_fits(&measurer))
+    fastest.or_else(|| smallest_that_fits(&measurer).filter(|smallest| smallest.step_seconds < bound))
 }

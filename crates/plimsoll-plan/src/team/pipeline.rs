@@ -394,7 +394,7 @@ impl<'t, 'q> Pipeline<'t, 'q> {
         let requests: Vec<PlanRequest> = (0..devices.len()).map(request).collect();
         let (goal, measured) = (self.goal, &self.measured);
         let recipe_of = |request: &PlanRequest| {
-            let recipe = recipe_of_share(request, goal, measured.of_request(request))?;
+            let recipe = recipe_of_share(request, goal, f64::INFINITY, measured.of_request(request))?;
             let seconds = StageSeconds::of(&request.compute_programs(&recipe.recipe), &request.prices());
             Some(StageRecipe { recipe, seconds })
         };

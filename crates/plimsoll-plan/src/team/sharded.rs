@@ -418,7 +418,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         let mut unused = vec![0; devices.len()];
         let mut sketch = sketch.clone();
         for _ in 0..MAX_REDRAWS {
-            let without = match self.rank_recipes(devices, &specs, &sketch) {
+            let without = match self.rank_recipes(devices, &specs, &sketch, f64::INFINITY) {
                 Ok(candidate) => return Some((sketch, candidate)),
                 Err(without) => without,
             };
@@ -430,13 +430,14 @@ impl<'t, 'q> Sharded<'t, 'q> {
         None
     }
 
-    /// Searches a recipe for each rank of a sketch. Fails with the ranks for which no recipe fits. `specs` are the
-    /// specifications of the devices in the team.
+    /// Searches a recipe for each rank of a sketch. Fails with the ranks for which no recipe fits that may make a team of
+    /// less than `bound` seconds a step. `specs` are the specifications of the devices in the team.
     fn rank_recipes(
         &self,
         devices: &[usize],
         specs: &[DeviceSpec],
         sketch: &Sketch,
+        bound: f64,
     ) -> Result<TeamCandidate, Vec<usize>> {
         let mut workers = self.workers_without_recipes(devices, sketch);
         let representative = self.representatives(&workers, &sketch.shards);
@@ -444,7 +445,7 @@ impl<'t, 'q> Sharded<'t, 'q> {
         let requests: Vec<(usize, PlanRequest)> =
             distinct.map(|rank| (rank, self.request(&specs[rank], &workers[rank]))).collect();
         let recipes = parallel_map(&requests, |(_, request)| {
-            recipe_of_share(request, self.goal, self.measured.of_request(request))
+            recipe_of_share(request, self.goal, bound, self.measured.of_request(request))
         });
         let recipes: HashMap<usize, Option<Candidate>> = requests.iter().map(|(rank, _)| *rank).zip(recipes).collect();
         let has_no_recipe = |rank: &usize| recipes[&representative[*rank]].is_none();

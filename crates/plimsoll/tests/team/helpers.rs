@@ -135,7 +135,7 @@ pub const NO_SAVES_OR_EVALS: [&str; 4] = ["--set", "train.save_every=0", "--set"
 
 /// Two devices: the second would slow down the first, because its link is too slow for the gradients of every step, but it
 /// is fast enough for the weights of an evaluation.
-pub const WITH_EVALUATOR: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.1::30MB/s";
+pub const WITH_EVALUATOR: &str = "virtual:a=64MiB@0.4,virtual:b=48MiB@0.07::34MB/s";
 
 /// Arguments that evaluate after every second step. Several devices train data parallel.
 pub const EVAL_EVERY_TWO: [&str; 4] = ["--set", "train.eval_every=2", "--set", "run.parallelism=data"];

@@ -29,7 +29,7 @@ impl Sharded<'_, '_> {
                 break;
             }
             tried.insert(neighbor.shards.clone());
-            let found = self.rank_recipes(devices, &specs, &neighbor).ok();
+            let found = self.rank_recipes(devices, &specs, &neighbor, best.seconds).ok();
             if let Some(faster) = found.filter(|found| found.seconds < best.seconds) {
                 (sketch, best) = (neighbor, faster);
             }

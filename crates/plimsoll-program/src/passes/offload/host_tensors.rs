@@ -5,7 +5,7 @@ use super::work_units::{Region, RegionUse};
 use super::{HOST_SUFFIX, PIECE_ELEMENTS, PIECES_PER_MATRIX, SMALL_TENSOR_FACTOR};
 use crate::op::operands::{operands, operands_mut};
 use crate::op::{Access, Accesses, Mode, Op, OpKind};
-use crate::program::{ProgramKind, ProgramSet};
+use crate::program::{Block, Program, ProgramKind, ProgramSet};
 use crate::tensor::{Index, Lifetime, Operand, Tensor, TensorId, TensorRole};
 use foldhash::{HashMap, HashSet};
 use plimsoll_core::{Category, Offload, Space};
@@ -27,7 +27,10 @@ pub(super) struct HostPlacement {
 const LAYER_INPUTS: &str = "train.hidden";
 
 /// The state of the offload pass over a set of Programs: which tensors it has moved to host memory.
-pub(super) struct Offloader {
+pub(super) struct Offloader<'s> {
+    /// The set before offload.
+    before: &'s ProgramSet,
+    /// The set with the Programs that are wanted. Their blocks are added one Program at a time.
     pub(super) set: ProgramSet,
     /// New place of each tensor with slots in host memory, by the number of the tensor; `None` for others, and no entry for
     /// tensors that the pass adds.
@@ -43,12 +46,29 @@ pub(super) struct Offloader {
     pub(super) host_updates: bool,
 }
 
-impl Offloader {
-    /// Creates the state for `set` with all tensors on the device.
-    pub(super) fn new(set: ProgramSet, host_updates: bool) -> Offloader {
+impl<'s> Offloader<'s> {
+    /// Creates the state for the `wanted` Programs of a set, with all tensors on the device.
+    pub(super) fn new(
+        before: &'s ProgramSet,
+        wanted: &dyn Fn(ProgramKind) -> bool,
+        host_updates: bool,
+    ) -> Offloader<'s> {
+        let without_blocks = |program: &Program| {
+            let Program { work, kind, ref inputs, ref outputs, .. } = *program;
+            Program { work, kind, inputs: inputs.clone(), outputs: outputs.clone(), blocks: Vec::new() }
+        };
+        let programs = before.programs.iter().map(without_blocks).collect();
+        let mut set = ProgramSet { programs, phases: before.phases.clone(), tensors: before.tensors.clone() };
+        set.retain_programs(|program| wanted(program.kind));
         let placements = vec![None; set.tensors.len()];
         let (host_staging, zeroed_in_backward) = (HashMap::default(), HashSet::default());
-        Offloader { set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
+        Offloader { before, set, placements, host_staging, zeroed_in_backward, piece_elements: 0, host_updates }
+    }
+
+    /// Returns the blocks, before offload, of the Program with index `number` among the wanted ones.
+    pub(super) fn blocks_before(&self, number: usize) -> &'s [Block] {
+        let program = self.before.program(self.set.programs[number].kind);
+        &program.expect("a wanted Program is one of those before").blocks
     }
 
     /// Sets the size of the pieces in which the update processes offloaded tensors: the largest matrix of a layer,
@@ -117,8 +137,8 @@ impl Offloader {
 
     /// Moves Program inputs, such as token ids, to host memory if only ops that the host runs read them.
     pub(super) fn move_inputs_to_host(&mut self) {
-        let inputs: HashSet<TensorId> = self.set.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
-        let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+        let inputs: HashSet<TensorId> = self.before.programs.iter().flat_map(|p| p.inputs.iter().copied()).collect();
+        let ops = self.before.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
         let runs_on_device = |op: &&Op| match &op.kind {
             OpKind::Embed { table, .. } => self.placement(table.tensor).is_none(),
             OpKind::EmbedGrad { dtable, .. } => self.placement(dtable.tensor).is_none(),
@@ -134,7 +154,7 @@ impl Offloader {
     /// Moves the workspaces of embedding gradients that the host computes to host memory, with 1 element each. The
     /// host's kernel needs no workspace.
     pub(super) fn drop_device_workspaces(&mut self) {
-        let ops = self.set.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
+        let ops = self.before.programs.iter().flat_map(|program| &program.blocks).flat_map(|block| &block.ops);
         let workspaces: Vec<TensorId> = ops
             .filter_map(|op| match &op.kind {
                 OpKind::EmbedGrad { dtable, workspace, .. } if self.placement(dtable.tensor).is_some() => {
@@ -152,7 +172,7 @@ impl Offloader {
     /// Marks offloaded gradients that the backward pass can start from zero in a staging ring on the device, instead of
     /// fetching them. Excludes the embedding's gradient if the host adds to it before the device does.
     pub(super) fn zero_gradients_in_backward(&mut self) {
-        let Some(backward) = self.set.program(ProgramKind::Backward) else { return };
+        let Some(backward) = self.before.program(ProgramKind::Backward) else { return };
         let mut seen = HashSet::default();
         for op in backward.blocks.iter().flat_map(|block| &block.ops) {
             for operand in operands(op).filter(|operand| seen.insert(operand.tensor)) {

@@ -9,7 +9,7 @@ use crate::program::Block;
 use crate::tensor::{Operand, TensorId};
 use plimsoll_core::Space;
 
-impl ProgramRewriter<'_> {
+impl ProgramRewriter<'_, '_> {
     /// Appends the blocks of a work unit (ops that run together) that the host runs, with copies of the device tensors
     /// that it reads or writes.
     pub(super) fn rewrite_host_unit(&mut self, name: &str, blocks: Vec<Block>) {

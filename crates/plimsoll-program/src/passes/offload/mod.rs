@@ -104,20 +104,20 @@ fn part_of(tensor: &Tensor) -> Option<(usize, usize)> {
 ///
 /// `layers` is the number of layers that the device computes. `one_micro_batch` says that a step has one micro-batch:
 /// offloaded gradients then start from zero in the backward pass and need not be fetched.
-pub fn offload(set: ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
+pub fn offload(set: &ProgramSet, layers: u32, offload: &Offload, one_micro_batch: bool) -> ProgramSet {
     offload_programs(set, layers, offload, one_micro_batch, &|_| true)
 }
 
-/// Does the same as [`offload`], and removes the Programs for which `wanted` is false. The planner's search thus
+/// Does the same as [`offload`], and leaves out the Programs for which `wanted` is false. The planner's search thus
 /// rewrites only the Programs whose time it predicts.
 pub fn offload_programs(
-    set: ProgramSet,
+    set: &ProgramSet,
     layers: u32,
     offload: &Offload,
     one_micro_batch: bool,
-    wanted: &dyn Fn(&Program) -> bool,
+    wanted: &dyn Fn(ProgramKind) -> bool,
 ) -> ProgramSet {
-    let mut offloader = Offloader::new(set, offload.update);
+    let mut offloader = Offloader::new(set, wanted, offload.update);
     if !offload.is_nothing() {
         offloader.set_piece_elements(layers);
         offloader.place_on_host(layers, offload);
@@ -127,19 +127,18 @@ pub fn offload_programs(
     if one_micro_batch {
         offloader.zero_gradients_in_backward();
     }
-    offloader.set.retain_programs(wanted);
     for number in 0..offloader.set.programs.len() {
-        let mut ops = offloader.set.programs[number].blocks.iter().flat_map(|block| &block.ops);
-        if ops.any(|op| offloader.touches_host(op)) {
-            offloader.set.programs[number].blocks = ProgramRewriter::rewrite(&mut offloader, number);
-        }
+        let blocks = offloader.blocks_before(number);
+        let touches_host = blocks.iter().flat_map(|block| &block.ops).any(|op| offloader.touches_host(op));
+        offloader.set.programs[number].blocks =
+            if touches_host { ProgramRewriter::rewrite(&mut offloader, number) } else { blocks.to_vec() };
     }
     offloader.set
 }
 
 /// The state of the offload pass while it rewrites one Program.
-struct ProgramRewriter<'a> {
-    offloader: &'a mut Offloader,
+struct ProgramRewriter<'a, 's> {
+    offloader: &'a mut Offloader<'s>,
     program: ProgramKind,
     work: WorkKind,
     /// Staging rings, ordered by name.
@@ -158,9 +157,9 @@ struct ProgramRewriter<'a> {
     ops: Vec<Op>,
 }
 
-impl ProgramRewriter<'_> {
+impl ProgramRewriter<'_, '_> {
     /// Returns the blocks, after offload and with the copies, of the Program with index `number` in the set.
-    fn rewrite(offloader: &mut Offloader, number: usize) -> Vec<Block> {
+    fn rewrite(offloader: &mut Offloader<'_>, number: usize) -> Vec<Block> {
         let Program { kind: program, work, .. } = offloader.set.programs[number];
         let mut rewriter = ProgramRewriter {
             offloader,

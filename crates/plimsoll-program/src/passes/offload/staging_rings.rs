@@ -37,7 +37,7 @@ struct RingSize {
     slots: usize,
 }
 
-impl ProgramRewriter<'_> {
+impl ProgramRewriter<'_, '_> {
     /// Returns the name of the staging ring (shared buffers) through which an offloaded tensor passes.
     ///
     /// In an update, all persistent tensors of one dtype share a ring, except the few scalars that every piece needs.

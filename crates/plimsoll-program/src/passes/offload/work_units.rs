@@ -92,12 +92,11 @@ impl WorkUnit {
     }
 }
 
-impl ProgramRewriter<'_> {
-    /// Takes the blocks of the Program with this index and splits them into work units, in order.
+impl ProgramRewriter<'_, '_> {
+    /// Splits the blocks of the Program with this index into work units, in order.
     pub(super) fn work_units(&mut self, number: usize) -> Vec<WorkUnit> {
-        let blocks = std::mem::take(&mut self.offloader.set.programs[number].blocks);
         let mut units: Vec<WorkUnit> = Vec::new();
-        for block in &blocks {
+        for block in self.offloader.blocks_before(number) {
             if let Some(rolled) = self.rolled_file_copy(block) {
                 units.push(rolled);
                 continue;
