@@ -77,6 +77,7 @@ fn findings(root: &Path) -> anyhow::Result<Vec<Finding>> {
     let mut findings = prose::comments(&sources);
     findings.extend(prose::documents(&sources));
     findings.extend(code::findings(&sources)?);
+    findings.push(modules::files_of_tests(&sources));
     for name in ["plimsoll-plan", "plimsoll-train", "plimsoll-device"] {
         findings.push(modules::cycles(name, &root.join("crates").join(name).join("src"))?);
     }

@@ -38,7 +38,7 @@ type Tests = BTreeMap<String, Vec<String>>;
 #[derive(Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
-    /// SHA-256 of the sources in [`CRATES`] without comments, of the workspace's manifest and lock file, and of the versions
+    /// SHA-256 of the sources in [`CRATES`] without comments and without tests of other crates than the device's, of the workspace's manifest and lock file, and of the versions
     /// of the compilers, in hexadecimal digits.
     sha256: String,
     tests: Tests,
@@ -132,14 +132,17 @@ fn without_comments(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     bytes.split_inclusive(|byte| *byte == b'\n').filter(|line| !line.trim_ascii_start().starts_with(b"//"))
 }
 
-/// Lists the files of [`CRATES`] except Markdown, and the manifest and lock file of the workspace, in order.
+/// Lists the files of [`CRATES`], and the manifest and lock file of the workspace, in order.
 fn sources(root: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
     for name in CRATES {
         let pattern = root.join("crates").join(name).join("**/*");
         for path in glob::glob(pattern.to_str().context("a folder in UTF-8")?)? {
             let path = path?;
-            if path.is_file() && path.extension().is_none_or(|ending| ending != "md") {
+            let is_document = path.extension().is_some_and(|ending| ending == "md");
+            let tests_other_crate =
+                name != "plimsoll-device" && path.starts_with(root.join("crates").join(name).join("tests"));
+            if path.is_file() && !is_document && !tests_other_crate {
                 files.push(path);
             }
         }
@@ -179,6 +182,7 @@ mod tests {
         ] {
             assert!(files.contains(&root().join(name)), "{name}");
         }
+        assert!(!files.iter().any(|path| path.starts_with(root().join("crates/plimsoll-program/tests"))));
         assert!(files.iter().any(|path| path.extension().is_some_and(|ending| ending == "cu")));
     }
 

@@ -4,7 +4,7 @@
 //! into `b`, in a `use` or in code. Code under `#[cfg(test)]` does not count. A parent and its children belong
 //! together, so arrows between them do not count either.
 
-use super::Finding;
+use super::{Finding, Source};
 use anyhow::{Context, bail};
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use quote::ToTokens;
@@ -36,6 +36,25 @@ pub fn cycles(name: &'static str, src: &Path) -> anyhow::Result<Finding> {
         _ => ("import cycles in plimsoll-device", 0.0),
     };
     Ok(Finding { name, of: 0, places, limit })
+}
+
+/// Returns the figure that counts the files beside a `tests/main.rs` that would not run: `main.rs` has no `mod` line for
+/// them, and the manifest no `[[test]]`.
+pub fn files_of_tests(sources: &[Source]) -> Finding {
+    let beside_main: Vec<(&str, bool)> =
+        sources.iter().filter_map(|source| Some((source.path.as_str(), is_run(sources, &source.path)?))).collect();
+    let places = beside_main.iter().filter(|(_, is_run)| !is_run).map(|(path, _)| (*path).to_owned()).collect();
+    Finding { name: "files of tests that no test program has", of: 0, places, limit: 0.0 }
+}
+
+/// Returns whether a test program has the file at `path`; `None` if it is not in a folder with a `tests/main.rs`.
+fn is_run(sources: &[Source], path: &str) -> Option<bool> {
+    let text = |path: String| sources.iter().find(|source| source.path == path).map(|source| source.text.as_str());
+    let (folder, name) = path.rsplit_once("/tests/")?;
+    let stem = name.strip_suffix(".rs").filter(|stem| !stem.contains('/'))?;
+    let main = text(format!("{folder}/tests/main.rs"))?;
+    let is_program = text(format!("{folder}/Cargo.toml"))?.contains(&format!("[[test]]\nname = \"{stem}\"\n"));
+    Some(stem == "main" || is_program || main.contains(&format!("\nmod {stem};\n")))
 }
 
 /// Reads the module in `file` and all modules below it, and adds them to `modules`. The files of its child modules lie
@@ -266,6 +285,21 @@ mod tests {
             module(&["d"], "use super::a;"),
         ];
         assert_eq!(import_cycles(&modules), [["a", "b", "c"]]);
+    }
+
+    #[test]
+    fn file_of_tests_without_program_is_found() {
+        let file = |path: &str, text: &str| Source { path: path.to_owned(), text: text.to_owned() };
+        let sources = [
+            file("a/Cargo.toml", "[[test]]\nname = \"alone\"\n"),
+            file("a/tests/main.rs", "//! Tests.\n\nmod known;\n"),
+            file("a/tests/known.rs", ""),
+            file("a/tests/alone.rs", ""),
+            file("a/tests/unknown.rs", ""),
+            file("a/tests/known/part.rs", ""),
+            file("b/tests/any.rs", ""),
+        ];
+        assert_eq!(files_of_tests(&sources).places, ["a/tests/unknown.rs"]);
     }
 
     #[test]
