@@ -3,12 +3,14 @@
 //! | module | shows |
 //! |---|---|
 //! | `overview` | the run, all devices, the plot of the loss and the newest events |
+//! | `advice` | all warnings, the recommendations with their commands, and the plan |
 //! | `details` | one device: its memory by category and by work, its hardware and processes |
 //! | `map` | the arena of one device over a step |
 //! | `bar` | the memory of a device as a row of letters, one letter per category |
 //! | `plot` | a series of numbers as points |
 //! | [`lines`] | a snapshot as lines, for output that is no terminal |
 
+mod advice;
 mod bar;
 mod details;
 pub mod lines;
@@ -36,20 +38,23 @@ use std::io;
 use std::time::{Duration, Instant};
 
 /// Keys and their effects, for the help.
-const KEYS: [(&str, &str); 10] = [
+const KEYS: [(&str, &str); 11] = [
     ("q, Ctrl-C", "quit; a run goes on"),
     ("up, down", "select a device"),
     ("Enter", "details of the selected device, and back"),
-    ("Page Up/Down", "in the details: scroll"),
     ("m", "its memory over a step, and back"),
     ("left, right", "in that map: the point before or after"),
+    ("r", "recommendations, warnings and plan, and back"),
+    ("Page Up/Down", "in details and recommendations: scroll"),
     (".", "next order of devices"),
     (",", "previous order of devices"),
     ("h, ?", "this help, and back"),
     ("Esc", "back; in the overview, quit"),
 ];
 
-/// Lines by which Page Up and Page Down scroll the details.
+/// Columns of a usual terminal.
+const USUAL_WIDTH: u16 = 80;
+/// Lines by which Page Up and Page Down scroll.
 const SCROLL_LINES: usize = 8;
 
 /// The border of the help on a terminal that only shows ASCII.
@@ -154,7 +159,7 @@ pub struct ViewState {
     screen: Screen,
     /// Index of the selected point in the map; `None` for the peak.
     moment: Option<usize>,
-    /// Lines of the details that are scrolled away.
+    /// Lines of the details, or of the advice, that are scrolled away.
     scrolled: usize,
     shows_help: bool,
 }
@@ -168,6 +173,8 @@ enum Screen {
     Details,
     /// The arena of the selected device over a step.
     Map,
+    /// Warnings, recommendations and the plan.
+    Advice,
 }
 
 /// The reaction to a key.
@@ -212,9 +219,13 @@ impl ViewState {
         (self.moment, self.scrolled) = (None, 0);
     }
 
-    /// Scrolls the details by some lines, down or up.
+    /// Scrolls the details or the advice by some lines, down or up.
     fn scroll(&mut self, snapshot: &Snapshot, is_down: bool) {
-        let last = self.device(snapshot).map_or(0, details::line_count).saturating_sub(1);
+        let last = match self.screen {
+            Screen::Advice => advice::lines(snapshot, USUAL_WIDTH, self.abilities).len(),
+            _ => self.device(snapshot).map_or(0, details::line_count),
+        };
+        let last = last.saturating_sub(1);
         let moved = if is_down { self.scrolled + SCROLL_LINES } else { self.scrolled.saturating_sub(SCROLL_LINES) };
         self.scrolled = moved.min(last);
     }
@@ -251,10 +262,11 @@ impl ViewState {
             KeyCode::Char('h' | '?') => self.shows_help = !self.shows_help,
             KeyCode::Enter => self.toggle(Screen::Details),
             KeyCode::Char('m') => self.toggle(Screen::Map),
+            KeyCode::Char('r') => self.toggle(Screen::Advice),
             KeyCode::Left | KeyCode::Right if self.screen == Screen::Map => {
                 self.move_moment(snapshot, key.code == KeyCode::Right);
             }
-            KeyCode::PageUp | KeyCode::PageDown if self.screen == Screen::Details => {
+            KeyCode::PageUp | KeyCode::PageDown if matches!(self.screen, Screen::Details | Screen::Advice) => {
                 self.scroll(snapshot, key.code == KeyCode::PageDown);
             }
             KeyCode::Up => self.select(self.selected.min(last).saturating_sub(1)),
@@ -380,10 +392,11 @@ fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
     match (state.screen, state.device(snapshot)) {
         (Screen::Details, Some(device)) => details::draw(frame, body, device, state.scrolled, state.abilities),
         (Screen::Map, Some(device)) => map::draw(frame, body, device, state.moment, state.abilities),
+        (Screen::Advice, _) => advice::draw(frame, body, snapshot, state.scrolled, state.abilities),
         _ => overview::draw(frame, body, snapshot, state),
     }
     let order = state.order.name();
-    let hint = format!("q quit  h help  Enter details  m map of the step  , . order: {order}");
+    let hint = format!("q quit  h help  Enter details  m map  r advice  , . order: {order}");
     frame.render_widget(Paragraph::new(hint).style(state.abilities.color(Color::DarkGray)), keys);
     if state.shows_help {
         draw_help(frame, state.abilities);

@@ -64,7 +64,7 @@ fn head(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'stat
     let warning = |text: &String| abilities.text(&wrapped(&format!("! {}", excerpt(text)), width, "  "));
     let warnings: String = snapshot.warnings.iter().take(MAX_WARNINGS).map(warning).collect();
     lines.extend(warnings.lines().map(|line| Line::styled(line.to_owned(), abilities.color(Color::Yellow))));
-    // The fastest comes first. The JSON and the lines have all, with their commands.
+    // The fastest comes first. The screen `advice` has all, with their commands.
     let fastest = snapshot.recommendations.first();
     let advice = fastest.map(|fastest| abilities.text(&wrapped(&format!("+ {}", excerpt(&fastest.text)), width, "  ")));
     let advice = advice.unwrap_or_default();

@@ -4,7 +4,7 @@ use super::*;
 use crate::snapshot::{
     CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION,
 };
-use plimsoll_core::{Bytes, Category, TimelinePoint, WorkKind};
+use plimsoll_core::{Bytes, Category, Recommendation, TimelinePoint, WorkKind};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use std::collections::BTreeMap;
@@ -181,6 +181,28 @@ fn details_list_measured_categories() {
     {
         assert!(rows.contains(&row.split(' ').collect()), "{row}: {screen}");
     }
+}
+
+#[test]
+fn advice_lists_commands_warnings_and_plan() {
+    let mut shown = snapshot();
+    let command = "plimsoll train runs/sums/run.toml --devices virtual:large=64MiB@0.3,virtual:small=32MiB@0.2 \
+                   --set recipe.micro_batch=8";
+    shown.recommendations = vec![Recommendation {
+        text: "micro-batch 8: 11 % faster, uses 410 MiB more".to_owned(),
+        command: command.to_owned(),
+        bytes: 410 << 20,
+        speedup: 1.11,
+    }];
+    let mut state = ViewState::new(PLAIN);
+    press_on(&mut state, &shown, &[KeyCode::Char('r')]);
+    insta::assert_snapshot!(screen(80, 10, &shown, &state));
+    let narrow = screen(40, 4, &shown, &state);
+    assert!(narrow.contains("more lines: Page Down"), "{narrow}");
+    press_on(&mut state, &shown, &[KeyCode::PageDown]);
+    assert!(screen(40, 6, &shown, &state).contains("recipe.micro_batch=8"));
+    press_on(&mut state, &shown, &[KeyCode::Char('r')]);
+    assert_eq!(state.screen, Screen::Overview);
 }
 
 #[test]
