@@ -6,6 +6,7 @@
 use crate::program;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use plimsoll_core::{Bytes, Event, Record};
 use plimsoll_device::probe::Cpu;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -329,12 +330,18 @@ fn write_many_events(log: &Path, stop: &AtomicBool) {
 
 /// Formats the event of a step.
 fn step_line(step: u64, time: f64) -> String {
-    let record = json!({
-        "version": 1, "time": time, "event": "step", "step": step, "loss": 2.975_312_330_387_533,
-        "norm": 4.798_371_072_294_086, "learning_rate": 0.00015, "tokens": 1536, "labelled_tokens": 640,
-        "seconds": 0.0001, "bytes": 43_737_088,
-    });
-    format!("{record}\n")
+    let event = Event::Step {
+        step,
+        loss: 2.975_312_330_387_533,
+        norm: 4.798_371_072_294_086,
+        learning_rate: 0.00015,
+        tokens: 1536,
+        labelled_tokens: 640,
+        seconds: 0.0001,
+        bytes: Bytes(43_737_088),
+        memory: None,
+    };
+    serde_json::to_string(&Record { version: 1, time, event }).expect("plain data has a JSON form") + "\n"
 }
 
 /// Opens the events of a page.

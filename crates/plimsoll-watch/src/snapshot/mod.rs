@@ -17,6 +17,7 @@ pub mod run_log;
 pub mod run_notes;
 pub mod run_state;
 pub mod source;
+mod step_line;
 
 use plan::PlanSnapshot;
 use plimsoll_core::{Bytes, Category, Recommendation, TimelinePoint, WorkKind, peak_point};

@@ -1,5 +1,6 @@
 //! Reads `events.jsonl` while a run writes it.
 
+use super::step_line;
 use plimsoll_core::{EVENTS_VERSION, Record};
 use plimsoll_device::regular_file;
 use std::fs::{File, TryLockError};
@@ -124,7 +125,8 @@ impl PartialLine {
 
 /// Parses a line; `None` if it is no record of this version.
 fn parse_record(line: &[u8]) -> Option<Record> {
-    Record::from_line(line).ok().filter(|record| record.version == EVENTS_VERSION)
+    let record = step_line::parse(line).or_else(|| Record::from_line(line).ok());
+    record.filter(|record| record.version == EVENTS_VERSION)
 }
 
 #[cfg(test)]
