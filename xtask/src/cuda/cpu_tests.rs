@@ -38,8 +38,8 @@ type Tests = BTreeMap<String, Vec<String>>;
 #[derive(Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
-    /// SHA-256 of the sources in [`CRATES`] without comments and without tests of other crates than the device's, of the workspace's manifest and lock file, and of the versions
-    /// of the compilers, in hexadecimal digits.
+    /// SHA-256 of the sources in [`CRATES`] without comments, of the workspace's manifest and lock file, and of the versions
+    /// of the compilers, in hexadecimal digits. Only the device's crate counts with its tests.
     sha256: String,
     tests: Tests,
 }

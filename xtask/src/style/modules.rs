@@ -44,7 +44,7 @@ pub fn files_of_tests(sources: &[Source]) -> Finding {
     let beside_main: Vec<(&str, bool)> =
         sources.iter().filter_map(|source| Some((source.path.as_str(), is_run(sources, &source.path)?))).collect();
     let places = beside_main.iter().filter(|(_, is_run)| !is_run).map(|(path, _)| (*path).to_owned()).collect();
-    Finding { name: "files of tests that no test program has", of: 0, places, limit: 0.0 }
+    Finding { name: "files of tests that no test program has", of: beside_main.len(), places, limit: 0.0 }
 }
 
 /// Returns whether a test program has the file at `path`; `None` if it is not in a folder with a `tests/main.rs`.
@@ -300,6 +300,8 @@ mod tests {
             file("b/tests/any.rs", ""),
         ];
         assert_eq!(files_of_tests(&sources).places, ["a/tests/unknown.rs"]);
+        let project = crate::style::sources(&crate::style::root()).unwrap();
+        assert!(files_of_tests(&project).of > 40);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! Recompute levels are those of one of a few fixed *byte budgets*, numbered from 0 to [`LEVEL_STEPS`], so that more memory
 //! never leads to more recompute. Writing the Programs of a recipe is slow, so the search measures few budgets: it predicts
-//! the bytes of all from the profile of one layer, corrected by what it has measured before (`level_bytes`).
+//! the bytes of all from the profile of one layer, corrected by those that it has measured before (`level_bytes`).
 
 use super::level_bytes::interpolate;
 use super::measure::{Candidate, Measurer};
@@ -12,13 +12,16 @@ use std::sync::Arc;
 
 /// Most byte budgets of a search that follow predictions. Further ones halve the range in question.
 const MAX_PREDICTED: u32 = 5;
+/// Byte budgets by which the largest that fits may exceed its prediction.
+const PREDICTION_MARGIN: u32 = 2;
 
 /// The recipes of an offload choice that a search has measured.
 #[derive(Default)]
 pub(super) struct LevelCandidates {
     /// All measured recipes. Possibly none fits.
     pub list: Vec<Candidate>,
-    /// Predicted seconds of a step below which no recipe of the choice gets that fits. `None` if none fits.
+    /// Predicted seconds of a step below which no recipe of the choice gets that fits. `None` if none is known to fit, nor
+    /// known to be too slow where it may fit.
     pub least_seconds: Option<f64>,
 }
 
@@ -47,6 +50,8 @@ struct LevelSearch<'m, 'r> {
     base: f64,
     /// Whether `base` is exact, or read from Programs.
     base_known: bool,
+    /// Whether full recompute was measured.
+    full_measured: bool,
     /// Seconds of a step. Recipes that take as long or longer are of no use to the caller.
     bound: f64,
 }
@@ -79,15 +84,16 @@ impl LevelSearch<'_, '_> {
         // The bytes freed by the offload are taken to be equal with all levels.
         let plain = measurer.micro_batch_costs(micro_batch).full_recompute_bytes;
         let full = measurer.candidate(measurer.full_recompute(micro_batch, self.offload));
-        self.set_base(full.bytes.device as f64 - plain as f64);
+        self.set_base(full.pass_bytes.device as f64 - plain as f64);
+        self.full_measured = true;
         let fits = measurer.is_under_load_lines(full.bytes);
         found.add(full);
         fits
     }
 
     /// Learns from the bytes of a measured budget. The first one tells `base`, if that is not known.
-    fn record_bytes(&mut self, number: u32, device_bytes: u64) {
-        let above_profile = device_bytes as f64 - self.profile_bytes(number);
+    fn record_bytes(&mut self, number: u32, measured: &Candidate) {
+        let above_profile = measured.pass_bytes.device as f64 - self.profile_bytes(number);
         let level_bytes = &self.measurer.level_bytes;
         if self.base_known {
             level_bytes.record_budget(self.micro_batch, number, above_profile - self.base);
@@ -103,7 +109,7 @@ impl LevelSearch<'_, '_> {
         if low >= high {
             return fitting.step_seconds;
         }
-        let last = (self.predict_last_fitting(low, high).unwrap_or(low) + 1).min(high - 1);
+        let last = (self.predict_last_fitting(low, high).unwrap_or(low) + PREDICTION_MARGIN).min(high - 1);
         let Some(levels) = self.measurer.levels_at(self.micro_batch, last) else { return 0.0 };
         let saved = self.profile.seconds(&fitting.recipe.recompute) - self.profile.seconds(&levels);
         let count = self.measurer.request.micro_batch_count(&fitting.recipe);
@@ -118,7 +124,7 @@ impl LevelSearch<'_, '_> {
         let (mut low, mut high, mut measured) = (0, LEVEL_STEPS + 1, 0);
         while low < high {
             let predicted = self.predict_last_fitting(low, high);
-            if predicted.is_none() && !self.base_known {
+            if predicted.is_none() && !self.full_measured && !self.offload.is_nothing() {
                 match self.measure_base(found) {
                     true => continue,
                     false => return,
@@ -128,16 +134,18 @@ impl LevelSearch<'_, '_> {
             let Some(recompute) = measurer.levels_at(micro_batch, number) else { return };
             let candidate = measurer.candidate(measurer.request.recipe(micro_batch, recompute, self.offload));
             let device_bytes = candidate.known_bytes().device;
-            self.record_bytes(number, device_bytes);
+            self.record_bytes(number, &candidate);
             measured += 1;
             found.add(candidate.clone());
             if measurer.fits(&candidate) {
                 low = number + 1;
-                let least_seconds = self.least_seconds_above(&candidate, low, high);
-                if self.bound < f64::INFINITY && least_seconds >= self.bound {
-                    return found.lower(least_seconds);
-                }
                 found.lower(candidate.step_seconds);
+                if self.bound < f64::INFINITY {
+                    let least_seconds = self.least_seconds_above(&candidate, low, high);
+                    if least_seconds >= self.bound {
+                        return found.lower(least_seconds);
+                    }
+                }
             } else if device_bytes <= arena_budget {
                 // Levels change no bytes of the host.
                 return;
@@ -173,8 +181,17 @@ impl Measurer<'_> {
                 let correction = self.level_bytes.of_offload(micro_batch, self.representative(offload));
                 let (base, base_known) = (resident + correction.unwrap_or(0.0), offload.is_nothing());
                 let profile = self.profile(micro_batch);
-                let search =
-                    LevelSearch { measurer: self, micro_batch, offload, profile, smallest, base, base_known, bound };
+                let search = LevelSearch {
+                    measurer: self,
+                    micro_batch,
+                    offload,
+                    profile,
+                    smallest,
+                    base,
+                    base_known,
+                    full_measured: false,
+                    bound,
+                };
                 search.run(&mut found);
             }
             if offload.is_nothing() || found.least_seconds.is_some() {

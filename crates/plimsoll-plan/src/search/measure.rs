@@ -36,6 +36,8 @@ pub(crate) struct Candidate {
     pub recipe: Recipe,
     /// Lower bounds of the bytes: no packing of a space is smaller.
     pub bytes: PerSpace<u64>,
+    /// Lower bounds of the bytes while the passes of a micro-batch run, without the work done once per step.
+    pub pass_bytes: PerSpace<u64>,
     /// Predicted seconds of a step.
     pub step_seconds: f64,
     /// Predicted seconds of the work done once per step.
@@ -355,6 +357,7 @@ impl<'q> Measurer<'q> {
         let earlier_micro_batches = f64::from(request.micro_batch_count(&recipe).saturating_sub(1));
         Candidate {
             bytes: per_step.bytes.max(passes.bytes),
+            pass_bytes: passes.bytes,
             step_seconds: per_step.seconds + earlier_micro_batches * passes.seconds + passes.last_micro_batch_seconds,
             per_step_seconds: per_step.seconds,
             per_micro_batch_seconds: passes.seconds,

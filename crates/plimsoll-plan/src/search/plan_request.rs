@@ -214,8 +214,7 @@ impl PlanRequest<'_> {
     /// Builds all Programs of a recipe for the device's share of the step, with recompute, offload and parallelism.
     pub fn programs(&self, recipe: &Recipe) -> ProgramSet {
         let plain = self.build(self.config, recipe, FilePrograms::With);
-        let one_micro_batch = self.micro_batch_count(recipe) == 1;
-        let offloaded = passes::offload::offload(&plain, self.layers() as u32, &recipe.offload, one_micro_batch);
+        let offloaded = self.offload(plain, recipe);
         passes::trim_staging::trim_staging_buffers(
             self.stage_messages_on_host(self.move_to_scratch_file(offloaded, recipe.offload)),
         )
@@ -224,12 +223,17 @@ impl PlanRequest<'_> {
     /// Builds the Programs of a recipe without those that only read or write files: load, save, checkpoint. Offload to
     /// the host is part of them; offload to the scratch file is not.
     pub(crate) fn compute_programs(&self, recipe: &Recipe) -> ProgramSet {
-        let (plain, one_micro_batch) =
-            (self.build(self.config, recipe, FilePrograms::Without), self.micro_batch_count(recipe) == 1);
-        self.stage_messages_on_host(match recipe.offload.is_nothing() {
+        let plain = self.build(self.config, recipe, FilePrograms::Without);
+        self.stage_messages_on_host(self.offload(plain, recipe))
+    }
+
+    /// Offloads tensors of the Programs of a recipe to the host.
+    fn offload(&self, plain: ProgramSet, recipe: &Recipe) -> ProgramSet {
+        let one_micro_batch = self.micro_batch_count(recipe) == 1;
+        match recipe.offload.is_nothing() {
             true => plain,
             false => passes::offload::offload(&plain, self.layers() as u32, &recipe.offload, one_micro_batch),
-        })
+        }
     }
 
     /// Makes the sends of a pipeline stage on a GPU pass through host memory. Programs of other devices, or without a

@@ -91,7 +91,7 @@ impl Profile {
     }
 
     /// Returns the bytes by which the peak without recompute exceeds that of `smallest` levels.
-    pub(super) fn bytes_above(&self, smallest: &[RecomputeLevel]) -> u64 {
+    fn bytes_above(&self, smallest: &[RecomputeLevel]) -> u64 {
         let plain = vec![RecomputeLevel::Nothing; smallest.len()];
         self.required_bytes(&plain).saturating_sub(self.required_bytes(smallest))
     }

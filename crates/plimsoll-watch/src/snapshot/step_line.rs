@@ -19,7 +19,9 @@ pub(super) fn parse(line: &[u8]) -> Option<Record> {
     let seconds = fields.next(",\"seconds\":")?;
     let bytes = Bytes(fields.next(",\"bytes\":")?);
     let event = Event::Step { step, loss, norm, learning_rate, tokens, labelled_tokens, seconds, bytes, memory: None };
-    (fields.0 == "}").then_some(Record { version, time, event })
+    // JSON has no infinite numbers, also none that are written as `1e999`.
+    let is_finite = [time, loss, norm, learning_rate, seconds].into_iter().all(f64::is_finite);
+    (fields.0 == "}" && is_finite).then_some(Record { version, time, event })
 }
 
 /// The rest of a line.
@@ -85,6 +87,7 @@ mod tests {
             step.replace("\"version\":1,", ""),
             step.replace("\"step\":3", "\"step\":-3"),
             step.replace("1.5", "NaN"),
+            step.replace("1.5", "1e999"),
             step.replace("1.5", ""),
             step[..step.len() - 1].to_owned(),
             step.clone() + " ",

@@ -2,7 +2,7 @@
 
 use super::Abilities;
 use crate::snapshot::Snapshot;
-use crate::text::wrapped;
+use crate::text::{shell_word, wrapped};
 use ratatui::Frame;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Style};
@@ -16,20 +16,23 @@ const INDENT: &str = "  ";
 /// End of a line of a command that goes on in the next.
 const CONTINUED: &str = " \\";
 
-/// Draws the advice. The first `scrolled` lines are left out, but no more than are needed to show the last one.
-pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, scrolled: usize, abilities: Abilities) {
+/// Draws the advice. The first `scrolled` lines are left out, but no more than are needed to show the last one: that number
+/// is returned.
+pub(super) fn draw(frame: &mut Frame, area: Rect, snapshot: &Snapshot, scrolled: usize, abilities: Abilities) -> usize {
     let (all, room) = (lines(snapshot, area.width, abilities), area.height as usize);
-    let first = scrolled.min(all.len().saturating_sub(room));
+    let most = all.len().saturating_sub(room);
+    let first = scrolled.min(most);
     let below = all.len() - (first + room).min(all.len());
     let mut shown: Vec<Line> = all.into_iter().skip(first).take(room).collect();
     if let Some(last) = shown.last_mut().filter(|_| below > 0) {
         *last = Line::raw(format!("{} more lines: Page Down", below + 1));
     }
     frame.render_widget(Paragraph::new(shown), area);
+    most
 }
 
-/// Returns the advice as lines of at most `width` columns.
-pub(super) fn lines(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'static>> {
+/// Returns the advice as lines of at most `width` columns; a longer word stays whole.
+fn lines(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Vec<Line<'static>> {
     let width = (width as usize).max(MIN_WIDTH);
     let styled = |text: String, indent: &str, style: Style| -> Vec<Line<'static>> {
         let text = abilities.text(&wrapped(&text, width, indent));
@@ -49,13 +52,23 @@ pub(super) fn lines(snapshot: &Snapshot, width: u16, abilities: Abilities) -> Ve
     lines
 }
 
-/// Returns a command as lines of at most `width` columns that a shell takes as one command.
+/// Returns a command as lines of at most `width` columns that a shell takes as one command; a longer word stays whole.
 fn command_lines(command: &str, width: usize) -> Vec<String> {
-    let text = wrapped(command, width - INDENT.len() - CONTINUED.len(), "");
-    let lines: Vec<&str> = text.lines().collect();
-    let last = lines.len().saturating_sub(1);
-    let ending = |number: usize| if number < last { CONTINUED } else { "" };
-    lines.iter().enumerate().map(|(number, line)| format!("{INDENT}{line}{}", ending(number))).collect()
+    let words = shlex::split(command).unwrap_or_else(|| vec![command.to_owned()]);
+    let mut lines: Vec<String> = Vec::new();
+    for word in words.iter().map(|word| shell_word(word)) {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() + CONTINUED.len() <= width => {
+                line.push(' ');
+                line.push_str(&word);
+            }
+            last => {
+                last.into_iter().for_each(|line| line.push_str(CONTINUED));
+                lines.push(format!("{INDENT}{word}"));
+            }
+        }
+    }
+    lines
 }
 
 #[cfg(test)]

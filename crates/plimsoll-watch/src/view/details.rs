@@ -10,8 +10,14 @@ use ratatui::text::Line;
 use ratatui::widgets::Paragraph;
 
 /// Draws the details of a device. Of the lines below its memory, the first `scrolled` are left out, but no more than are
-/// needed to show the last one.
-pub(super) fn draw(frame: &mut Frame, area: Rect, device: &DeviceSnapshot, scrolled: usize, abilities: Abilities) {
+/// needed to show the last one: that number is returned.
+pub(super) fn draw(
+    frame: &mut Frame,
+    area: Rect,
+    device: &DeviceSnapshot,
+    scrolled: usize,
+    abilities: Abilities,
+) -> usize {
     let mut lines = vec![
         Line::raw(abilities.text(&overview::figures(device))),
         bar::row(device, area.width, abilities),
@@ -19,18 +25,15 @@ pub(super) fn draw(frame: &mut Frame, area: Rect, device: &DeviceSnapshot, scrol
     ];
     let text = text(device);
     let (all, room) = (text.lines().count(), (area.height as usize).saturating_sub(lines.len()));
-    let first = scrolled.min(all.saturating_sub(room));
+    let most = all.saturating_sub(room);
+    let first = scrolled.min(most);
     lines.extend(text.lines().skip(first).take(room).map(|line| Line::raw(abilities.text(line))));
     let below = all - (first + room).min(all);
     if let Some(last) = lines.last_mut().filter(|_| below > 0) {
         *last = Line::raw(format!("{} more lines: Page Down", below + 1));
     }
     frame.render_widget(Paragraph::new(lines), area);
-}
-
-/// Returns the number of lines below the memory of a device.
-pub(super) fn line_count(device: &DeviceSnapshot) -> usize {
-    text(device).lines().count()
+    most
 }
 
 /// Returns the lines below the memory of a device: tables of its memory, its hardware and its processes.

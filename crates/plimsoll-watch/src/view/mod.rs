@@ -33,6 +33,7 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Clear, Paragraph};
 use ratatui::{DefaultTerminal, Frame};
 use rustix::termios::{OutputModes, tcgetattr};
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::io;
 use std::time::{Duration, Instant};
@@ -52,8 +53,6 @@ const KEYS: [(&str, &str); 11] = [
     ("Esc", "back; in the overview, quit"),
 ];
 
-/// Columns of a usual terminal.
-const USUAL_WIDTH: u16 = 80;
 /// Lines by which Page Up and Page Down scroll.
 const SCROLL_LINES: usize = 8;
 
@@ -161,6 +160,8 @@ pub struct ViewState {
     moment: Option<usize>,
     /// Lines of the details, or of the advice, that are scrolled away.
     scrolled: usize,
+    /// Most lines that can be scrolled away, as they were last drawn.
+    most_scrolled: Cell<usize>,
     shows_help: bool,
 }
 
@@ -196,6 +197,7 @@ impl ViewState {
             screen: Screen::Overview,
             moment: None,
             scrolled: 0,
+            most_scrolled: Cell::new(usize::MAX),
             shows_help: false,
         }
     }
@@ -219,15 +221,10 @@ impl ViewState {
         (self.moment, self.scrolled) = (None, 0);
     }
 
-    /// Scrolls the details or the advice by some lines, down or up.
-    fn scroll(&mut self, snapshot: &Snapshot, is_down: bool) {
-        let last = match self.screen {
-            Screen::Advice => advice::lines(snapshot, USUAL_WIDTH, self.abilities).len(),
-            _ => self.device(snapshot).map_or(0, details::line_count),
-        };
-        let last = last.saturating_sub(1);
-        let moved = if is_down { self.scrolled + SCROLL_LINES } else { self.scrolled.saturating_sub(SCROLL_LINES) };
-        self.scrolled = moved.min(last);
+    /// Scrolls the details or the advice by `lines`, down or up.
+    fn scroll(&mut self, lines: usize, is_down: bool) {
+        let moved = if is_down { self.scrolled + lines } else { self.scrolled.saturating_sub(lines) };
+        self.scrolled = moved.min(self.most_scrolled.get());
     }
 
     /// Selects the point after the present one in the map, or before it.
@@ -267,8 +264,9 @@ impl ViewState {
                 self.move_moment(snapshot, key.code == KeyCode::Right);
             }
             KeyCode::PageUp | KeyCode::PageDown if matches!(self.screen, Screen::Details | Screen::Advice) => {
-                self.scroll(snapshot, key.code == KeyCode::PageDown);
+                self.scroll(SCROLL_LINES, key.code == KeyCode::PageDown);
             }
+            KeyCode::Up | KeyCode::Down if self.screen == Screen::Advice => self.scroll(1, key.code == KeyCode::Down),
             KeyCode::Up => self.select(self.selected.min(last).saturating_sub(1)),
             KeyCode::Down => self.select((self.selected + 1).min(last)),
             KeyCode::Char('.') => self.reorder(1),
@@ -389,10 +387,13 @@ fn run(terminal: &mut DefaultTerminal, period: Duration, viewer: &mut impl Viewe
 /// Draws a snapshot.
 fn draw(frame: &mut Frame, snapshot: &Snapshot, state: &ViewState) {
     let [body, keys] = Layout::vertical([Constraint::Min(0), Constraint::Length(1)]).areas(frame.area());
+    let (scrolled, abilities) = (state.scrolled, state.abilities);
     match (state.screen, state.device(snapshot)) {
-        (Screen::Details, Some(device)) => details::draw(frame, body, device, state.scrolled, state.abilities),
-        (Screen::Map, Some(device)) => map::draw(frame, body, device, state.moment, state.abilities),
-        (Screen::Advice, _) => advice::draw(frame, body, snapshot, state.scrolled, state.abilities),
+        (Screen::Details, Some(device)) => {
+            state.most_scrolled.set(details::draw(frame, body, device, scrolled, abilities));
+        }
+        (Screen::Map, Some(device)) => map::draw(frame, body, device, state.moment, abilities),
+        (Screen::Advice, _) => state.most_scrolled.set(advice::draw(frame, body, snapshot, scrolled, abilities)),
         _ => overview::draw(frame, body, snapshot, state),
     }
     let order = state.order.name();

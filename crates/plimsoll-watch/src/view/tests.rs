@@ -1,6 +1,7 @@
 //! Screens of the view for snapshots with fixed numbers, and its keys.
 
 use super::*;
+use crate::snapshot::plan::{PlanSnapshot, WorkerSnapshot};
 use crate::snapshot::{
     CpuSnapshot, FeedEntry, HistoryPoint, HostSnapshot, ProcessSnapshot, RunSnapshot, RunState, SNAPSHOT_VERSION,
 };
@@ -194,6 +195,19 @@ fn advice_lists_commands_warnings_and_plan() {
         bytes: 410 << 20,
         speedup: 1.11,
     }];
+    let worker = WorkerSnapshot {
+        device: "virtual:large".to_owned(),
+        sequences: Some(6),
+        layers: None,
+        recipe: "micro-batch 2, recompute nothing".to_owned(),
+    };
+    shown.run.as_mut().unwrap().plan = Some(PlanSnapshot {
+        parallelism: "data parallel".to_owned(),
+        effect: "reordered".to_owned(),
+        predicted_tokens_per_second: 55_900.0,
+        workers: vec![worker],
+        excluded: vec![],
+    });
     let mut state = ViewState::new(PLAIN);
     press_on(&mut state, &shown, &[KeyCode::Char('r')]);
     insta::assert_snapshot!(screen(80, 10, &shown, &state));
