@@ -4,8 +4,8 @@
 use plimsoll_core::{Bytes, Event, Record};
 use std::str::FromStr;
 
-/// Parses the line of a step without measured memory, with its fields in the order in which runs write them. Takes less than
-/// half the time of [`Record::from_line`]. Returns `None` for all other lines, which may still be records.
+/// Parses the line of a step without measured memory, with its fields in the order in which runs write them. Takes less
+/// time than [`Record::from_line`]. Returns `None` for all other lines, which may still be records.
 pub(super) fn parse(line: &[u8]) -> Option<Record> {
     let mut fields = Fields(str::from_utf8(line).ok()?);
     let version = fields.next("{\"version\":")?;
