@@ -22,7 +22,7 @@ Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
 #: The effect of a rung, or of a change of recipe, on the numbers of a run: its losses and weights.
 Class = Literal["identical", "reordered", "lossy"]
 #: The kind of work that a Program does.
-WorkKind = Literal["load", "forward", "backward", "update", "evaluate", "save", "generate", "re-plan"]
+WorkKind = Literal["load", "forward", "backward", "update", "evaluate", "score", "save", "generate", "re-plan"]
 #: The parallelism of a team: how its devices divide the work of a step.
 Parallelism = Literal["data", "sharded", "pipeline"]
 #: The way in which a run ended.
@@ -567,6 +567,50 @@ class EvaluationEvent(TypedDict):
     device: NotRequired[str]
 
 
+class ReferenceEvent(TypedDict):
+    """Progress of the reference pass: log-probabilities of answers under the initial weights.
+
+    Written about every ten seconds, and at the end of the pass.
+    """
+
+    #: Version of the format of ``events.jsonl``.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["reference"]
+    #: Number of rows that this pass has computed so far.
+    rows: int
+    #: Number of rows that were missing when this pass began.
+    all_rows: int
+    #: Seconds since this pass began.
+    seconds: float
+
+
+class PreferencesEvent(TypedDict):
+    """Rewards of the pairs of a step before its update, or of the evaluation pairs.
+
+    The event of the step or the evaluation follows.
+    """
+
+    #: Version of the format of ``events.jsonl``.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["preferences"]
+    #: The step; for an evaluation, the step after which the weights were evaluated.
+    step: int
+    #: Whether the answers are those of the evaluation data.
+    evaluation: bool
+    #: Number of pairs of answers.
+    pairs: int
+    #: Mean reward of the chosen answers.
+    chosen_reward: float
+    #: Mean reward of the rejected answers.
+    rejected_reward: float
+    #: Share of pairs, 0 to 1, in which the chosen answer has the larger reward.
+    accuracy: float
+
+
 class CheckpointEvent(TypedDict):
     """A checkpoint is complete on disk."""
 
@@ -723,6 +767,8 @@ Event = Union[
     StartEvent,
     StepEvent,
     EvaluationEvent,
+    ReferenceEvent,
+    PreferencesEvent,
     CheckpointEvent,
     RecoveryEvent,
     DeviceLostEvent,
@@ -756,6 +802,23 @@ class StepSeconds(TypedDict):
     predicted: float
 
 
+class PreferenceFigures(TypedDict):
+    """Rewards of pairs of answers.
+
+    The reward of an answer is ``dpo.beta`` times its log-probability under the current weights, minus that under the
+    initial weights, as in TRL.
+    """
+
+    #: Number of pairs of answers.
+    pairs: int
+    #: Mean reward of the chosen answers.
+    chosen_reward: float
+    #: Mean reward of the rejected answers.
+    rejected_reward: float
+    #: Share of pairs, 0 to 1, in which the chosen answer has the larger reward.
+    accuracy: float
+
+
 class EvalResult(TypedDict):
     """The result of an evaluation."""
 
@@ -764,6 +827,8 @@ class EvalResult(TypedDict):
     #: Share of answers, 0 to 1, with all tokens predicted correctly; absent if the data are not all prompts with one short
     #: answer.
     exact_match: NotRequired[float]
+    #: Preferences between pairs of answers; absent for other data. The loss is then that of the objective, per pair.
+    preferences: NotRequired[PreferenceFigures]
 
 
 class DeviceMemory(TypedDict):

@@ -64,6 +64,7 @@ class TrainSection(TypedDict, total=False):
     epochs: float
     hours: float
     batch_tokens: int
+    objective: Literal["supervised", "dpo"]
     optimizer: Literal["adamw", "sgd"]
     learning_rate: float
     schedule: Literal["constant", "linear", "cosine"]
@@ -93,6 +94,15 @@ class LoraSection(TypedDict, total=False):
     layers: Sequence[int]
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+
+
+class DpoSection(TypedDict, total=False):
+    """``[dpo]``: direct preference optimization, for ``train.objective = "dpo"``."""
+
+    beta: float
+    loss_type: Literal["sigmoid", "hinge", "ipo"]
+    label_smoothing: float
+    reference_free: bool
 
 
 class MemorySection(TypedDict, total=False):
@@ -140,6 +150,7 @@ class RunFile(TypedDict, total=False):
     data: DataSection
     train: TrainSection
     lora: LoraSection
+    dpo: DpoSection
     memory: MemorySection
     recipe: RecipeSection
     run: RunSection

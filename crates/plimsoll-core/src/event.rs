@@ -106,6 +106,28 @@ pub struct RunEnvironment {
     pub memory_bytes: Bytes,
 }
 
+/// Rewards of pairs of answers. The reward of an answer is `dpo.beta` times its log-probability under the current weights,
+/// minus that under the initial weights, as in TRL.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct PreferenceFigures {
+    /// Number of pairs of answers.
+    pub pairs: u64,
+    /// Mean reward of the chosen answers.
+    pub chosen_reward: f64,
+    /// Mean reward of the rejected answers.
+    pub rejected_reward: f64,
+    /// Share of pairs, 0 to 1, in which the chosen answer has the larger reward.
+    pub accuracy: f64,
+}
+
+impl PreferenceFigures {
+    /// Returns the mean difference between the rewards of the chosen and the rejected answer.
+    pub fn margin(&self) -> f64 {
+        self.chosen_reward - self.rejected_reward
+    }
+}
+
 /// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -179,6 +201,27 @@ pub enum Event {
         /// The device that evaluated concurrently with training; `None` if the training devices evaluated.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         device: Option<String>,
+    },
+    /// Progress of the reference pass: log-probabilities of answers under the initial weights. Written about every ten
+    /// seconds, and at the end of the pass.
+    Reference {
+        /// Number of rows that this pass has computed so far.
+        rows: u64,
+        /// Number of rows that were missing when this pass began.
+        all_rows: u64,
+        /// Seconds since this pass began.
+        seconds: f64,
+    },
+    /// Rewards of the pairs of a step before its update, or of the evaluation pairs. The event of the step or the
+    /// evaluation follows.
+    Preferences {
+        /// The step; for an evaluation, the step after which the weights were evaluated.
+        step: u64,
+        /// Whether the answers are those of the evaluation data.
+        evaluation: bool,
+        /// The figures.
+        #[serde(flatten)]
+        figures: PreferenceFigures,
     },
     /// A checkpoint is complete on disk.
     Checkpoint {

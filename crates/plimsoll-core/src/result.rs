@@ -1,6 +1,6 @@
 //! The result of a run: `result.json`. The field names are a stable interface for other tools.
 
-use crate::{Bytes, Category, Class, Fallback, Parallelism, Recipe};
+use crate::{Bytes, Category, Class, Fallback, Parallelism, PreferenceFigures, Recipe};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 
@@ -191,6 +191,9 @@ pub struct EvalResult {
     /// short answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exact_match: Option<f64>,
+    /// Preferences between pairs of answers; `None` for other data. The loss is then that of the objective, per pair.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preferences: Option<PreferenceFigures>,
 }
 
 /// Planned and measured memory of a device.

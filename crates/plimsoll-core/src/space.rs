@@ -150,6 +150,9 @@ pub enum WorkKind {
     /// Forward pass and loss without activations kept for a backward pass.
     #[serde(rename = "evaluate")]
     Evaluate,
+    /// Forward pass of training data that computes the log-probability of each label.
+    #[serde(rename = "score")]
+    Score,
     /// Writes weights and optimizer state to files.
     #[serde(rename = "save")]
     Save,
@@ -169,6 +172,7 @@ impl fmt::Display for WorkKind {
             WorkKind::Backward => "backward",
             WorkKind::Update => "update",
             WorkKind::Evaluate => "evaluate",
+            WorkKind::Score => "score",
             WorkKind::Save => "save",
             WorkKind::Generate => "generate",
             WorkKind::Replan => "re-plan",

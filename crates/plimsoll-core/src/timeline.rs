@@ -41,6 +41,7 @@ impl TimelinePoint {
             WorkKind::Backward => "in the backward pass",
             WorkKind::Update => "in the update",
             WorkKind::Evaluate => "in an evaluation",
+            WorkKind::Score => "while scoring",
             WorkKind::Save => "while saving",
             WorkKind::Generate => "while generating",
             WorkKind::Replan => "in a change of plan",
@@ -53,8 +54,7 @@ impl TimelinePoint {
         let Some(op) = &self.op else { return "before the first op or after the last".to_owned() };
         let op = if op == "product" { "matrix product" } else { op };
         let subject = self.tensor.as_ref().map_or(String::new(), |tensor| format!(" of {tensor}"));
-        let is_pass =
-            matches!(self.work, WorkKind::Forward | WorkKind::Backward | WorkKind::Evaluate | WorkKind::Generate);
+        let is_pass = !matches!(self.work, WorkKind::Load | WorkKind::Update | WorkKind::Save | WorkKind::Replan);
         match (self.layer, &self.part) {
             (Some(layer), _) => format!("layer {layer}, at {op}{subject}"),
             (None, Some(part)) if is_pass => format!("{part}, at {op}{subject}"),

@@ -53,6 +53,7 @@ fn programs(micro_batch: u64) -> ProgramSet {
             recompute: vec![RecomputeLevel::Nothing; 2],
         }),
         evaluate: false,
+        score: false,
         generation: None,
         files: true,
     })

@@ -148,6 +148,7 @@ fn stage_of(
             recompute,
         }),
         evaluate: true,
+        score: false,
         generation,
         files: true,
     })

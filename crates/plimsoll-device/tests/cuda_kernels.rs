@@ -377,17 +377,19 @@ fn blockwise_loss_gradient_and_hits_match_cpu() {
                     let places = [gpu.put(kind, &part), glabels, gweights, gstats];
                     gpu.run(&softmax_stats(real, places, rows as u64, first as u64, columns as u64, first == 0));
                 }
-                let mut want_correct = vec![7; rows];
-                let loss = cpu::cross_entropy(&stats, &labels, &weights, Some(&mut want_correct));
+                let (mut want_correct, mut want_each) = (vec![7; rows], vec![7.0; rows]);
+                let outputs = (Some(&mut want_correct[..]), Some(&mut want_each[..]));
+                let loss = cpu::cross_entropy(&stats, &labels, &weights, outputs.0, outputs.1);
                 let metrics = gpu.put(Kind::F64, &vec![1.5; METRIC_COUNT as usize]);
-                let correct = gpu.allocate(Kind::I32, rows);
+                let (correct, each) = (gpu.allocate(Kind::I32, rows), gpu.allocate(Kind::F32, rows));
                 let inputs = [gstats, glabels, gweights];
-                gpu.run(&cross_entropy(real, inputs, metrics, Some(correct), rows as u64));
+                gpu.run(&cross_entropy(real, inputs, metrics, Some(correct), Some(each), rows as u64));
                 let got = gpu.get(metrics)[Metric::LossSum as usize] - 1.5;
                 assert!((got - loss).abs() <= 1e-5 * loss.abs().max(1.0), "{got} for {loss}");
                 assert_eq!(gpu.get_integers(correct), want_correct);
-                // Hits are optional.
-                gpu.run(&cross_entropy(real, inputs, metrics, None, rows as u64));
+                close(&gpu.get(each), &want_each, Kind::F32, "log-probabilities");
+                // Both outputs are optional.
+                gpu.run(&cross_entropy(real, inputs, metrics, None, None, rows as u64));
                 for &(first, columns) in &blocks {
                     let mut want = part(first, columns);
                     let glogits = gpu.put(kind, &want);

@@ -23,6 +23,10 @@ use plimsoll_program::{Block, Mode, Op, OpKind, Program, ProgramKind, ProgramSet
 /// rate. Such arithmetic runs on vector units and reuses no registers.
 const OTHER_ARITHMETIC_RATE: f64 = 0.1;
 
+/// The Programs that run for each micro-batch of a step, in order. Only some runs have a score.
+pub(crate) const MICRO_BATCH_PROGRAMS: [ProgramKind; 3] =
+    [ProgramKind::Score, ProgramKind::Forward, ProgramKind::Backward];
+
 /// Predicts the seconds of one op on the device.
 fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64 {
     let cost = op.cost();
@@ -213,13 +217,14 @@ impl Prices<'_> {
     /// Predicts the seconds of a step like [`Prices::step_seconds`], by phase.
     pub fn step_phases(&self, set: &ProgramSet, micro_batches: u32, exchanges: bool) -> StepPhases {
         let seconds = |kinds: &[ProgramKind], last: bool| self.programs_seconds(set, kinds, last);
-        let kinds = [ProgramKind::Forward, ProgramKind::Backward];
         let update = seconds(&[ProgramKind::BeginStep, ProgramKind::GradientNorm, ProgramKind::Update], exchanges);
         // A step may have millions of micro-batches, so they are not added up one by one.
         let passes = match micro_batches.checked_sub(1) {
             None => 0.0,
-            Some(0) => seconds(&kinds, exchanges),
-            Some(earlier) => f64::from(earlier) * seconds(&kinds, false) + seconds(&kinds, exchanges),
+            Some(0) => seconds(&MICRO_BATCH_PROGRAMS, exchanges),
+            Some(earlier) => {
+                f64::from(earlier) * seconds(&MICRO_BATCH_PROGRAMS, false) + seconds(&MICRO_BATCH_PROGRAMS, exchanges)
+            }
         };
         StepPhases { passes, update }
     }
@@ -229,7 +234,7 @@ impl Prices<'_> {
 /// the phases.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepPhases {
-    /// Forward and backward of all micro-batches.
+    /// Score, if there is one, forward and backward of all micro-batches.
     pub passes: f64,
     /// The work that is done once: the beginning of the step, gradient norm and update.
     pub update: f64,
@@ -360,12 +365,8 @@ impl Rank<'_> {
     /// Predicts the seconds from the begin of a step to the last backward pass.
     fn before_last_backward(&self) -> f64 {
         let earlier = f64::from(self.micro_batches - 1);
-        self.seconds(&[ProgramKind::BeginStep, ProgramKind::Forward], true)
-            + if earlier > 0.0 {
-                earlier * self.seconds(&[ProgramKind::Forward, ProgramKind::Backward], false)
-            } else {
-                0.0
-            }
+        self.seconds(&[ProgramKind::Score, ProgramKind::BeginStep, ProgramKind::Forward], true)
+            + if earlier > 0.0 { earlier * self.seconds(&MICRO_BATCH_PROGRAMS, false) } else { 0.0 }
     }
 }
 
@@ -435,12 +436,12 @@ pub fn data_parallel_seconds(ranks: &[Rank]) -> Vec<f64> {
     ranks.iter().map(|rank| passed + after(rank)).collect()
 }
 
-/// Computes the number of floating-point operations of the matrix products in the forward and backward pass of one
-/// micro-batch, without recompute. Divided by the time and the measured peak rate, this gives the utilization.
+/// Computes the number of floating-point operations of the matrix products in the passes of one micro-batch, without
+/// recompute. Divided by the time and the measured peak rate, this gives the utilization.
 pub fn required_gemm_flops(set: &ProgramSet) -> f64 {
     let all = |kind: ProgramKind| gemm_flops(set, kind, |_| true);
     let recomputed = gemm_flops(set, ProgramKind::Backward, |op| is_recompute(set, op));
-    all(ProgramKind::Forward) + all(ProgramKind::Backward) - recomputed
+    MICRO_BATCH_PROGRAMS.into_iter().map(all).sum::<f64>() - recomputed
 }
 
 /// Sums the floating-point operations of the selected matrix products in one call of a Program; 0 if `set` lacks the

@@ -47,6 +47,7 @@ pub(crate) fn request<'a>(
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: false,
+        score: false,
         generation: None,
         device,
         host: HostSpec::NONE,

@@ -22,6 +22,7 @@ const LAYER: &str = "layer";
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
     BeforeStep,
+    Score,
     Begin,
     Forward,
     Backward,
@@ -40,6 +41,7 @@ impl Place {
             | ProgramKind::Restore
             | ProgramKind::ReloadWeights
             | ProgramKind::Merge => Place::BeforeStep,
+            ProgramKind::Score => Place::Score,
             ProgramKind::BeginStep => Place::Begin,
             ProgramKind::Forward => Place::Forward,
             ProgramKind::Backward => Place::Backward,

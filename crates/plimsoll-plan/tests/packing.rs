@@ -48,6 +48,7 @@ fn phases(
         streamed_head: false,
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: tokens, chunk: 32 }),
         files: false,
     });

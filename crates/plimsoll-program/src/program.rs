@@ -84,6 +84,10 @@ pub enum ProgramKind {
     /// Forward pass and loss of a micro-batch of evaluation data, without gradients.
     #[serde(rename = "evaluate")]
     Evaluate,
+    /// Forward pass of a micro-batch of training data that computes the log-probability of each label, without
+    /// gradients.
+    #[serde(rename = "score")]
+    Score,
     /// Forward pass of a chunk of the prompt, which fills the key-value cache.
     #[serde(rename = "prefill")]
     Prefill,
@@ -113,7 +117,7 @@ pub enum ProgramKind {
 
 impl ProgramKind {
     /// All kinds except [`ProgramKind::Probe`], in declaration order.
-    pub const ALL: [ProgramKind; 15] = [
+    pub const ALL: [ProgramKind; 16] = [
         ProgramKind::Load,
         ProgramKind::InitOptimizer,
         ProgramKind::BeginStep,
@@ -122,6 +126,7 @@ impl ProgramKind {
         ProgramKind::GradientNorm,
         ProgramKind::Update,
         ProgramKind::Evaluate,
+        ProgramKind::Score,
         ProgramKind::Prefill,
         ProgramKind::Decode,
         ProgramKind::Save,
@@ -142,6 +147,7 @@ impl ProgramKind {
             ProgramKind::GradientNorm => "norm",
             ProgramKind::Update => "update",
             ProgramKind::Evaluate => "evaluate",
+            ProgramKind::Score => "score",
             ProgramKind::Prefill => "prefill",
             ProgramKind::Decode => "decode",
             ProgramKind::Save => "save",

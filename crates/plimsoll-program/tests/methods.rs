@@ -53,6 +53,7 @@ fn options<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: 
         streamed_head: false,
         training: Some(Training { optimizer: adamw(AdamState::Full), recompute: LEVELS.to_vec() }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     }

@@ -50,6 +50,7 @@ fn programs(config: &ModelConfig, run: Run, streamed_head: bool) -> ProgramSet {
         training: optimizer
             .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     })

@@ -44,6 +44,7 @@ fn programs(
         streamed_head: false,
         training: optimizer.map(|optimizer| Training { optimizer, recompute }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     })

@@ -173,6 +173,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         source: WeightSource::Random { seed: 0 },
         optimizer: Some(Optimizer::AdamW { betas: BETAS, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
         evaluate: false,
+        score: false,
         generation: None,
         device: &device,
         host,
@@ -315,8 +316,8 @@ fn time_steps(shape: &StepShape, outcome: PlanOutcome, device: &DeviceSpec) -> R
         }
         let mut rows = random_rows(shape, number);
         let start = Instant::now();
-        let labelled_tokens = rows.labelled_tokens();
-        let input = StepInput { step: number, learning_rate: 3e-4, betas: BETAS, clip_norm: 1.0, labelled_tokens };
+        let loss_divisor = rows.labelled_tokens();
+        let input = StepInput { step: number, learning_rate: 3e-4, betas: BETAS, clip_norm: 1.0, loss_divisor };
         engine.gradients(&mut rows, &input, 1)?;
         engine.update()?;
         if (shape.warmup + 1..=last_timed).contains(&number) {

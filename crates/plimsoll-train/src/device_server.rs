@@ -443,7 +443,7 @@ impl DeviceWorker {
         run.run.devices = named.to_string();
         // Charges are measured before rates, because measuring rates touches pages that a run would touch, too. So the plan
         // does not depend on whether the rates were known.
-        let charges = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
+        let charges = process_charges(run.buffered_sequences(), u64::from(run.data.sequence));
         let mut device = resolve_devices(&run)?.remove(0);
         if self.device.is_none() {
             // A measurement has freed its memory. From here on the peak belongs to runs.

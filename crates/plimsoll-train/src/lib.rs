@@ -22,7 +22,7 @@
 //! | this machine | [`resolve`] |
 //! | one device | [`engine`]: a device that runs Programs |
 //! | users of one device | [`planning`], [`device_server`] (the process of a remote device), [`inference`] (finished models), [`bench`](mod@bench) |
-//! | decisions | `recovery`: pure functions of a state and an event |
+//! | decisions | `recovery`: pure functions of a state and an event; `preference`: the objective over pairs of answers |
 //! | several devices | `team`: the workers of a run |
 //! | the run | [`session`] |
 //!
@@ -70,6 +70,7 @@ mod heartbeat;
 pub mod hub;
 pub mod inference;
 pub mod planning;
+mod preference;
 mod recovery;
 pub mod remote;
 pub mod resolve;

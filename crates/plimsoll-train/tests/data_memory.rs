@@ -58,6 +58,7 @@ fn large_text_is_read_in_bounded_memory() {
         vocab: addition_example::VOCAB,
         end_token: Some(addition_example::END_TOKEN),
         chat: plimsoll_train::data::ChatSpec::default(),
+        pairs: false,
     };
     let tokenizer = folder.path().join("tokenizer.json");
     let cache = folder.path().join("cache");
@@ -122,6 +123,7 @@ fn open_tokens(path: &Path) -> Result<Dataset, DataError> {
         vocab: 1000,
         end_token: None,
         chat: plimsoll_train::data::ChatSpec::default(),
+        pairs: false,
     };
     Dataset::open(&spec, None, &path.with_extension("cache"), 2, &mut |_, _| ControlFlow::Continue(()))
 }

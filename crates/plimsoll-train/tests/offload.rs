@@ -160,18 +160,17 @@ impl Training {
 }
 
 fn run(config: &ModelConfig, precision: DType, training: Training, micro_batch: u32, offload: Offload) -> RunOutcome {
-    run_on(DeviceKind::Virtual, config, precision, training, micro_batch, offload)
+    run_on(DeviceSpec { kind: DeviceKind::Virtual, ..device() }, config, precision, training, micro_batch, offload)
 }
 
 fn run_on(
-    kind: DeviceKind,
+    device: DeviceSpec,
     config: &ModelConfig,
     precision: DType,
     training: Training,
     micro_batch: u32,
     offload: Offload,
 ) -> RunOutcome {
-    let device = DeviceSpec { kind, ..device() };
     let (state, lossy) = training.options();
     let request = PlanRequest {
         config,
@@ -181,6 +180,7 @@ fn run_on(
         source: WeightSource::Random { seed: 3 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: 4 }),
         device: &device,
         host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
@@ -196,7 +196,7 @@ fn run_on(
     // A tied head moves with its embedding. Every other choice offloads something.
     let offloaded_bytes = outcome.layout.host.bytes + outcome.layout.file.bytes;
     assert!(offload.is_nothing() || config.tied || offloaded_bytes > 0, "{offload}");
-    assert!(kind != DeviceKind::Cpu || outcome.layout.host.bytes == 0, "the CPU is its own host");
+    assert!(device.kind != DeviceKind::Cpu || outcome.layout.host.bytes == 0, "the CPU is its own host");
     let set = outcome.set.clone();
     let spec = VirtualDeviceSpec {
         name: "virtual:a".into(),
@@ -214,8 +214,8 @@ fn run_on(
     let mut losses = Vec::new();
     for step in 1..=3 {
         let mut rows = rows(SEQUENCES, config.vocab, step as i32);
-        let labelled_tokens = rows.labelled_tokens();
-        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
+        let loss_divisor = rows.labelled_tokens();
+        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, loss_divisor };
         let loss = engine.gradients(&mut rows, &input, 1).unwrap();
         engine.update().unwrap();
         losses.push([loss.loss.to_bits(), loss.norm.to_bits()]);
@@ -352,11 +352,19 @@ fn quantized_scratch_tensors_keep_every_bit() {
 fn scratch_file_on_cpu_is_bit_exact() {
     let precisions = [DType::F32, DType::Bf16, DType::F32, DType::Bf16, DType::F32, DType::Bf16, DType::F32];
     for (config, precision) in models().into_iter().zip(precisions) {
-        let plain = run_on(DeviceKind::Cpu, &config, precision, Training::Full, 2, Offload::NOTHING);
+        let plain = run_on(
+            DeviceSpec { kind: DeviceKind::Cpu, ..device() },
+            &config,
+            precision,
+            Training::Full,
+            2,
+            Offload::NOTHING,
+        );
         let all = config.layers as u32;
         for (optimizer, gradients, weights) in [(all, 0, 0), (1, 0, 0), (all, all, 0), (all, all, all), (all, 0, 1)] {
             let choice = in_file(Offload { optimizer, gradients, weights, ..Offload::NOTHING }, 1);
-            let offloaded = run_on(DeviceKind::Cpu, &config, precision, Training::Full, 2, choice);
+            let offloaded =
+                run_on(DeviceSpec { kind: DeviceKind::Cpu, ..device() }, &config, precision, Training::Full, 2, choice);
             assert_eq!(plain.first_difference(&offloaded), None, "{:?}, {choice}", config.model_type);
         }
     }

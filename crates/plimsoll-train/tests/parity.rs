@@ -93,6 +93,7 @@ impl Case {
             vocab: self.dir.config.vocab,
             end_token: None,
             chat: plimsoll_train::data::ChatSpec::default(),
+            pairs: false,
         };
         let data = Dataset::open(&spec, None, cache, 1, &mut |_, _| ControlFlow::Continue(())).expect("the data opens");
         let rows = Rows::new(data.rows(), self.sequence);
@@ -147,6 +148,7 @@ impl Case {
                 state: AdamState::Full,
             }),
             evaluate: true,
+            score: false,
             generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,
@@ -207,8 +209,8 @@ fn relative_error(a: f64, b: f64) -> f64 {
     ((a - b) / b).abs()
 }
 
-fn input(step: u64, labelled_tokens: u64) -> StepInput {
-    StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.5, labelled_tokens }
+fn input(step: u64, loss_divisor: u64) -> StepInput {
+    StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.5, loss_divisor }
 }
 
 #[test]

@@ -26,6 +26,7 @@ fn search_holds_programs_of_one_recipe() {
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
+        score: false,
         generation: None,
         device: &device,
         host: HostSpec { budget: Bytes::gib(4), memory_bytes_per_second: 30e9, ..HostSpec::NONE },

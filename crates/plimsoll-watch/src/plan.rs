@@ -192,12 +192,13 @@ const CATEGORIES: [Category; 7] = [
     Category::Staging,
 ];
 
-const WORK_KINDS: [WorkKind; 8] = [
+const WORK_KINDS: [WorkKind; 9] = [
     WorkKind::Load,
     WorkKind::Forward,
     WorkKind::Backward,
     WorkKind::Update,
     WorkKind::Evaluate,
+    WorkKind::Score,
     WorkKind::Save,
     WorkKind::Generate,
     WorkKind::Replan,

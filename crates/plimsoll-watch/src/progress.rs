@@ -1,7 +1,7 @@
 //! The progress of a run as one line, from its events so far.
 
 use crate::text::{clock, count, percent, seconds};
-use plimsoll_core::{Bytes, Event, Recovery};
+use plimsoll_core::{Bytes, Event, PreferenceFigures, Recovery, format_count};
 
 /// Weight of the newest step in the running mean of the step time, 0 to 1.
 const NEWEST: f64 = 0.1;
@@ -29,6 +29,8 @@ pub struct Progress {
     step_seconds: Option<f64>,
     /// The newest completed step; `None` before the first one.
     last: Option<LastStep>,
+    /// How much the answers of the newest step are preferred; `None` without pairs of answers.
+    preferences: Option<PreferenceFigures>,
     /// Seconds of training since the last step for which a line was printed.
     silent_seconds: f64,
 }
@@ -79,6 +81,17 @@ impl Progress {
                 let exact = exact_match.map(|share| format!(", exact match {}", percent(share, 1))).unwrap_or_default();
                 Some(format!("evaluation after step {step}{by}: loss {loss:.4}{exact} ({})", seconds(*took)))
             }
+            Event::Reference { rows, all_rows, seconds: took } => {
+                let of_all = format_count(*all_rows, "row");
+                Some(format!("log-probabilities before step 1: {rows} of {of_all} ({})", seconds(*took)))
+            }
+            Event::Preferences { evaluation: false, figures, .. } => {
+                self.preferences = Some(*figures);
+                None
+            }
+            Event::Preferences { step, figures, .. } => {
+                Some(format!("preferences after step {step}: {}", preferences_text(figures)))
+            }
             Event::Checkpoint { step, path, seconds: took } => {
                 Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
             }
@@ -112,9 +125,12 @@ impl Progress {
         let mut parts = vec![
             if self.steps > 0 { format!("{}/{}", last.step, self.steps) } else { format!("step {}", last.step) },
             if last.loss.is_nan() { "no label".to_owned() } else { format!("loss {:.4}", last.loss) },
+        ];
+        parts.extend(self.preferences.map(|figures| format!("prefers {}", percent(figures.accuracy, 0))));
+        parts.extend([
             format!("rate {:.1e}", last.learning_rate),
             format!("{} tok/s{}", count(tokens_per_second), if self.simulated { " (simulated)" } else { "" }),
-        ];
+        ]);
         parts.extend(self.peak_share().map(|share| format!("{} of peak", percent(share, 0))));
         parts.extend(self.seconds_left().map(|left| format!("{} left", clock(left))));
         parts.push(match &*self.devices {
@@ -225,6 +241,12 @@ pub fn recovery_line(recovery: &Recovery) -> String {
         seconds(recovery.predicted_step_seconds),
         seconds(*took),
     )
+}
+
+/// Describes how much a model prefers the chosen answers: `75.0 % of 40 pairs, reward margin 0.123`.
+pub fn preferences_text(figures: &PreferenceFigures) -> String {
+    let pairs = format_count(figures.pairs, "pair");
+    format!("the chosen answer in {} of {pairs}, reward margin {:.3}", percent(figures.accuracy, 1), figures.margin())
 }
 
 #[cfg(test)]

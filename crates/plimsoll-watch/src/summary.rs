@@ -1,7 +1,7 @@
 //! The summary at the end of a run as text: predicted and measured figures side by side, the evaluation, samples, and
 //! the folder of the model.
 
-use crate::progress::recovery_line;
+use crate::progress::{preferences_text, recovery_line};
 use crate::text::{columns, count, excerpt, percent, seconds, shell_word};
 use plimsoll_core::printable::printable_message;
 use plimsoll_core::{
@@ -94,13 +94,16 @@ pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more:
     text + &format!("for more steps: {more}\n")
 }
 
-/// Formats the first and last training loss, and the loss and exact match of the last evaluation, if there was one.
+/// Formats the first and last training loss, and the figures of the last evaluation, if there was one.
 fn losses(result: &RunResult) -> String {
     let mut text = format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
     if let Some(eval) = &result.eval {
         text += &format!(", held-out loss {:.4}", eval.loss);
         if let Some(share) = eval.exact_match {
             text += &format!(", exact match {}", percent(share, 1));
+        }
+        if let Some(figures) = &eval.preferences {
+            text += &format!(", prefers {}", preferences_text(figures));
         }
     }
     text
@@ -270,7 +273,7 @@ mod tests {
             unlabelled_steps: None,
             tokens_per_second: 48_704.0,
             step_seconds: StepSeconds { median: 0.0862, p95: 0.0991, predicted: 0.0841 },
-            eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975) }),
+            eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975), preferences: None }),
             memory: vec![DeviceMemory {
                 device: "cpu".into(),
                 budget_bytes: Bytes::mib(48),

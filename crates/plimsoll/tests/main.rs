@@ -21,6 +21,7 @@ mod models;
 mod nvml;
 mod pipeline;
 mod plan;
+mod preference;
 mod recovery;
 mod report;
 mod scratch;

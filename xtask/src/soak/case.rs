@@ -90,6 +90,8 @@ pub struct Case {
     pub optimizer: Option<Optimizer>,
     /// Whether the case evaluates the loss.
     pub evaluate: bool,
+    /// Whether the case computes the log-probabilities of labels before a step.
+    pub score: bool,
     /// Parameters of text generation; `None` if the case generates nothing.
     pub generation: Option<Generation>,
     /// Source of the initial weights.
@@ -109,7 +111,7 @@ impl fmt::Display for Case {
         let c = &self.config;
         write!(
             f,
-            "--seed {} --case {} --device {} --dtype {}: {} {} layers, hidden {}, heads {}/{}×{}, ffn {}, vocab {}{}; {} × {} tokens, {} thread(s), {}{}{}, {:?}",
+            "--seed {} --case {} --device {} --dtype {}: {} {} layers, hidden {}, heads {}/{}×{}, ffn {}, vocab {}{}; {} × {} tokens, {} thread(s), {}{}{}{}, {:?}",
             self.seed,
             self.number,
             self.device,
@@ -132,6 +134,7 @@ impl fmt::Display for Case {
                 None => "no training",
             },
             if self.evaluate { ", evaluate" } else { "" },
+            if self.score { ", score" } else { "" },
             if self.generation.is_some() { ", generate" } else { "" },
             self.load
         )
@@ -250,6 +253,7 @@ impl Case {
             sequences: rng.log_range(1, 12),
             threads: rng.range(1, 2) as u32,
             evaluate: optimizer.is_some() && rng.chance(0.8) || generation.is_none(),
+            score: optimizer.is_some() && number.is_multiple_of(2),
             optimizer,
             generation,
             source,
@@ -327,6 +331,7 @@ impl Case {
             source: self.source.clone(),
             optimizer: self.optimizer,
             evaluate: self.evaluate,
+            score: self.score,
             generation: self.generation,
             device,
             host: self.device.host(),

@@ -28,6 +28,8 @@ pub struct RunValues {
     /// Sum of the losses of the evaluated rows, and number of exactly predicted documents; `None` for a case without
     /// evaluation.
     pub evaluated: Option<(f64, u64)>,
+    /// Log-probabilities of the labels of the evaluated rows; empty for a case without them.
+    pub scores: Vec<f64>,
     /// Logits after the prompt, after each new token, and after a second prompt of one token. Empty for a case without
     /// text generation.
     pub logits: Vec<Vec<f64>>,
@@ -44,13 +46,14 @@ impl RunValues {
         losses(self) == losses(other)
             && evaluated(self) == evaluated(other)
             && bits(&self.logits) == bits(&other.logits)
+            && bits(std::slice::from_ref(&self.scores)) == bits(std::slice::from_ref(&other.scores))
             && self.tensors == other.tensors
     }
 
     /// Returns whether all losses (also that of the evaluation), gradient norms and logits are finite.
     pub fn finite(&self) -> bool {
-        self.losses.iter().flatten().chain(self.logits.iter().flatten()).all(|x| x.is_finite())
-            && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())
+        let numbers = self.losses.iter().flatten().chain(self.logits.iter().flatten()).chain(&self.scores);
+        numbers.into_iter().all(|x| x.is_finite()) && self.evaluated.is_none_or(|(loss, _)| loss.is_finite())
     }
 
     /// Returns the largest relative difference between both executions, and the name of the value that differs most.
@@ -228,8 +231,8 @@ pub fn train_step(
     learning_rate: f64,
 ) -> Result<(StepLoss, HeapGrowth), DeviceError> {
     let mut rows = case.rows(case.sequences, step);
-    let labelled_tokens = rows.labelled_tokens();
-    let input = StepInput { step, learning_rate, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
+    let loss_divisor = rows.labelled_tokens();
+    let input = StepInput { step, learning_rate, betas: [0.9, 0.95], clip_norm: case.clip_norm, loss_divisor };
     // The loader pads rows to whole micro-batches. Its memory must not count as growth of the step.
     rows.tokens.reserve(1 << 12);
     let (loss, grown) = heap::measure_growth(|| {
@@ -277,7 +280,13 @@ fn execute_programs(
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);
     let mut memory = InMemoryFiles::new(&set, &mut Rng::new(case.seed, case.number));
-    let mut numbers = RunValues { losses: Vec::new(), evaluated: None, logits: Vec::new(), tensors: BTreeMap::new() };
+    let mut numbers = RunValues {
+        losses: Vec::new(),
+        evaluated: None,
+        scores: Vec::new(),
+        logits: Vec::new(),
+        tensors: BTreeMap::new(),
+    };
 
     engine.move_files(ProgramKind::Load, &mut memory)?;
     if case.optimizer.is_some() {
@@ -294,6 +303,17 @@ fn execute_programs(
         }
     }
     numbers.evaluated = evaluate(case, recipe.micro_batch, &mut engine)?;
+    if case.score {
+        let mut rows = case.rows(u64::from(recipe.micro_batch) + 1, 99);
+        numbers.scores = engine.score(&mut rows, 1)?.expect("one device computes the loss");
+        if let Some((loss, _)) = numbers.evaluated {
+            let scored = -numbers.scores.iter().sum::<f64>();
+            let difference = (scored - loss).abs() / loss.abs().max(1.0);
+            tally.figure("scores add up to the loss", difference, difference < 1e-4, || {
+                format!("{label}: {scored} for {loss}")
+            });
+        }
+    }
     numbers.tensors = read_persistent_tensors(&mut engine, &set);
     if case.optimizer.is_some() {
         engine.move_files(ProgramKind::Checkpoint, &mut memory)?;

@@ -303,6 +303,7 @@ impl RandomTeam {
             source: WeightSource::Random { seed: 1 },
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
             evaluate: false,
+            score: false,
             generation: None,
             device,
             host,

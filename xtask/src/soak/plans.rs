@@ -220,9 +220,9 @@ fn train_one_step(
     if case.optimizer.is_some() {
         engine.run(ProgramKind::InitOptimizer)?;
         let mut rows = case.rows(case.sequences, 1);
-        let labelled_tokens = rows.labelled_tokens();
+        let loss_divisor = rows.labelled_tokens();
         let input =
-            StepInput { step: 1, learning_rate: 1e-3, betas: [0.9, 0.95], clip_norm: case.clip_norm, labelled_tokens };
+            StepInput { step: 1, learning_rate: 1e-3, betas: [0.9, 0.95], clip_norm: case.clip_norm, loss_divisor };
         let loss = engine.gradients(&mut rows, &input, 1)?;
         measure();
         engine.update()?;

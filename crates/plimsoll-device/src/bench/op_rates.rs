@@ -308,6 +308,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
             recompute: vec![RecomputeLevel::Nothing],
         }),
         evaluate: false,
+        score: false,
         generation: None,
         files: true,
     });

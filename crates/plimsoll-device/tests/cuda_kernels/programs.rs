@@ -95,6 +95,7 @@ fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {
             recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
         }),
         evaluate: true,
+        score: false,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: CHUNK }),
         files: true,
     })

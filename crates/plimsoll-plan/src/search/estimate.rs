@@ -37,8 +37,10 @@ impl Measurer<'_> {
         let head = if streamed { table * request.precision.bytes() as f64 } else { 0.0 };
         let trained = request.optimizer.is_some() && request.lossy.method == Method::Full;
         let head_gradient = if streamed && trained { table * request.precision.wide().bytes() as f64 } else { 0.0 };
+        // Each pass of a micro-batch reads all weights.
+        let weight_reads = if request.score { 3.0 } else { 2.0 };
         let disk_seconds = self.disk_seconds(
-            count * (2.0 * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
+            count * (weight_reads * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
             count * in_file.gradients,
         );
         // Each staging ring has two slots of one layer.
@@ -71,16 +73,16 @@ impl Measurer<'_> {
         let in_layers = self.layer_pass_seconds(&costs, recompute_seconds / request.layers() as f64, offload, copies);
         let logits = if streamed { costs.logits_seconds } else { 0.0 };
         let layers = request.layers() as f64;
-        let layer_seconds = costs.layer_forward_seconds + costs.layer_backward_seconds;
+        let layer_seconds = costs.layer_score_seconds + costs.layer_forward_seconds + costs.layer_backward_seconds;
         let beside_layers = costs.pass_seconds - layers * layer_seconds + logits;
-        let head_reads = if request.optimizer.is_some() { 2.0 } else { 1.0 };
+        let head_reads = if request.optimizer.is_some() { weight_reads } else { 1.0 };
         let head_in = head_reads * head + if accumulates { head_gradient } else { 0.0 };
         let beside_layers = beside_layers.max(head_in / link_rate).max(head_gradient / link_rate);
         let passes = (count * (in_layers + beside_layers)).max(disk_seconds);
         Some(passes + self.estimate_per_step_seconds(micro_batch, offload))
     }
 
-    /// Estimates the seconds of the forward and backward pass of one micro-batch through all layers. `recompute_seconds`
+    /// Estimates the seconds of the passes of one micro-batch through all layers. `recompute_seconds`
     /// is the recompute of one layer, on average. Copies of a layer overlap with the computing of one layer only, because
     /// they start one layer ahead. A layer therefore takes the longest of its own computing, copies in, and copies out.
     fn layer_pass_seconds(
@@ -105,7 +107,8 @@ impl Measurer<'_> {
             let computed = costs.layer_backward_seconds + recompute_seconds;
             let backward = computed.max(weights + accumulated + inputs).max(gradients);
             let trained = if self.request.optimizer.is_some() { backward } else { 0.0 };
-            seconds += f64::from(end - first) * (forward + trained);
+            let score = if self.request.score { costs.layer_score_seconds.max(weights) } else { 0.0 };
+            seconds += f64::from(end - first) * (score + forward + trained);
             first = end;
         }
         seconds

@@ -11,6 +11,7 @@ use super::profile::{Profile, choose_levels, measure_profile};
 use super::residency::{ResidencyModel, ResidentBytes};
 use super::{PackedCandidate, PlanRequest, TriedRecipe};
 use crate::layout::{ALIGNMENT, lower_bounds};
+use crate::price::MICRO_BATCH_PROGRAMS;
 use plimsoll_core::{Bytes, Offload, Parallelism, PerSpace, Recipe, RecomputeLevel, ScratchOffload};
 use plimsoll_program::models::decoder::{STAGING_BYTES, head_blocks, streams_head};
 use plimsoll_program::passes::offload::offload_programs;
@@ -157,8 +158,10 @@ fn representative(offload: Offload, layers: u32) -> Offload {
 /// Predicted seconds and bytes of a micro-batch without offload.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroBatchCosts {
-    /// Seconds of forward and backward pass without recompute.
+    /// Seconds of the passes of a micro-batch without recompute: score, if there is one, forward and backward.
     pub(super) pass_seconds: f64,
+    /// Part of `pass_seconds` in which one layer is in its score; 0 without scores.
+    pub(super) layer_score_seconds: f64,
     /// Part of `pass_seconds` in which one layer is in its forward pass.
     pub(super) layer_forward_seconds: f64,
     /// Part of `pass_seconds` in which one layer is in its backward pass; 0 without training.
@@ -187,6 +190,7 @@ fn depends_on_whole_recipe(program: ProgramKind) -> bool {
         ProgramKind::Forward
             | ProgramKind::Backward
             | ProgramKind::Evaluate
+            | ProgramKind::Score
             | ProgramKind::Prefill
             | ProgramKind::Decode
     )
@@ -351,7 +355,7 @@ impl<'q> Measurer<'q> {
         // A set that is not kept is freed before the others are measured.
         drop(plain);
         let passes = match request.optimizer {
-            Some(_) => self.measure_programs(&set, &[ProgramKind::Forward, ProgramKind::Backward]),
+            Some(_) => self.measure_programs(&set, &MICRO_BATCH_PROGRAMS),
             None => self.measure_programs(&set, &[ProgramKind::Evaluate]),
         };
         let earlier_micro_batches = f64::from(request.micro_batch_count(&recipe).saturating_sub(1));
@@ -478,7 +482,7 @@ impl<'q> Measurer<'q> {
         );
         let prices = request.prices();
         let kinds = match request.optimizer {
-            Some(_) => &[ProgramKind::Forward, ProgramKind::Backward][..],
+            Some(_) => &MICRO_BATCH_PROGRAMS[..],
             None => &[ProgramKind::Evaluate][..],
         };
         let pass_seconds = prices.programs_seconds(&set, kinds, false);
@@ -486,8 +490,8 @@ impl<'q> Measurer<'q> {
         let compute_seconds: f64 = programs.map(|program| prices.compute_seconds(&set, program)).sum();
         // If a pass waits for communication, it does so in all layers.
         let scale = if compute_seconds > 0.0 { pass_seconds / compute_seconds } else { 0.0 };
-        let layer_seconds = |kind: Option<&ProgramKind>| {
-            let blocks = kind.and_then(|kind| set.program(*kind)).into_iter().flat_map(|program| &program.blocks);
+        let layer_seconds = |kind: ProgramKind| {
+            let blocks = set.program(kind).into_iter().flat_map(|program| &program.blocks);
             let layers = blocks.filter(|block| block.name == "layer");
             layers.map(|block| prices.block_seconds(&set, block)).sum::<f64>() * scale / request.layers() as f64
         };
@@ -504,8 +508,12 @@ impl<'q> Measurer<'q> {
         let head_block = &head_blocks(vocab, Kernels::for_device(request.device))[0];
         MicroBatchCosts {
             pass_seconds,
-            layer_forward_seconds: layer_seconds(kinds.first()),
-            layer_backward_seconds: layer_seconds(kinds.get(1)),
+            layer_score_seconds: layer_seconds(ProgramKind::Score),
+            layer_forward_seconds: layer_seconds(match request.optimizer {
+                Some(_) => ProgramKind::Forward,
+                None => ProgramKind::Evaluate,
+            }),
+            layer_backward_seconds: layer_seconds(ProgramKind::Backward),
             full_recompute_bytes: self.transient_bytes_without_offload(micro_batch, &full_recompute.recompute),
             logits_bytes: logits.map_or(0, |logits| set.tensor(logits).bytes()),
             logits_seconds: loss.map(logits_seconds).sum(),
@@ -530,5 +538,55 @@ impl<'q> Measurer<'q> {
             choose_levels(&profile, smallest.len(), profile.budget_at(&smallest, step))
         };
         self.cache.levels.get_or_compute((micro_batch, step), choose)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::paper::paper;
+    use crate::testing;
+    use plimsoll_core::{Budget, DType, HostSpec};
+    use plimsoll_program::models::preset;
+
+    #[test]
+    fn layer_seconds_belong_to_their_passes() {
+        let (device, config) = (paper("rtx3090", Budget::DEVICE).unwrap(), preset("llama-3.2-1b").unwrap());
+        let supervised = PlanRequest { precision: DType::Bf16, ..testing::request(&config, &device, 512, 4) };
+        let scored = PlanRequest { score: true, ..supervised.clone() };
+        let evaluated = PlanRequest { optimizer: None, evaluate: true, ..supervised.clone() };
+        let costs = |request: &PlanRequest| Measurer::new(request).micro_batch_costs(4);
+        let (plain, with_score, evaluation) = (costs(&supervised), costs(&scored), costs(&evaluated));
+        let forward = plain.layer_forward_seconds;
+        assert!(forward > 0.0 && plain.layer_backward_seconds > 1.5 * forward, "{plain:?}");
+        assert_eq!((plain.layer_score_seconds, evaluation.layer_backward_seconds), (0.0, 0.0));
+        for seconds in
+            [with_score.layer_forward_seconds, with_score.layer_score_seconds, evaluation.layer_forward_seconds]
+        {
+            assert!((seconds / forward - 1.0).abs() < 0.05, "{seconds} for {forward}");
+        }
+        assert!(with_score.pass_seconds > plain.pass_seconds + 16.0 * 0.95 * forward);
+    }
+
+    #[test]
+    fn offloaded_weights_are_read_once_more_by_a_score() {
+        let (device, config) = (paper("rtx3070", Budget::DEVICE).unwrap(), preset("llama-3.2-1b").unwrap());
+        let host = HostSpec { budget: Bytes::gib(64), ..HostSpec::NONE };
+        let supervised = PlanRequest { precision: DType::Bf16, host, ..testing::request(&config, &device, 256, 1) };
+        let scored = PlanRequest { score: true, ..supervised.clone() };
+        let layers = config.layers as u32;
+        let choice =
+            Offload { optimizer: layers, gradients: layers, weights: layers, embedding: true, ..Offload::NOTHING };
+        let seconds = |request: &PlanRequest| {
+            let measurer = Measurer::new(request);
+            let measured = measurer.candidate(measurer.full_recompute(1, choice)).step_seconds;
+            (measurer.estimate_step_seconds(1, choice).unwrap(), measured)
+        };
+        let ((plain, plain_measured), (estimated, measured)) = (seconds(&supervised), seconds(&scored));
+        let (more_estimated, more_measured) = (estimated - plain, measured - plain_measured);
+        assert!(
+            more_measured > 0.0 && (more_estimated / more_measured - 1.0).abs() < 0.25,
+            "{more_estimated} for {more_measured}"
+        );
     }
 }

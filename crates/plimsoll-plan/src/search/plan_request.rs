@@ -33,6 +33,8 @@ pub struct PlanRequest<'a> {
     pub optimizer: Option<Optimizer>,
     /// Whether the Programs include evaluation.
     pub evaluate: bool,
+    /// Whether each step begins with the log-probabilities of its labels.
+    pub score: bool,
     /// Sizes for token generation, in tokens: of the key-value cache, and of one prefill call. `None` if the run
     /// generates no tokens.
     pub generation: Option<Generation>,
@@ -194,6 +196,7 @@ impl PlanRequest<'_> {
             streamed_head: recipe.offload.streams_head(config.tied),
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
+            score: self.score,
             generation: self.generation,
             files: files != FilePrograms::Without,
         });

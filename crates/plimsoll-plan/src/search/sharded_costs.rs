@@ -6,9 +6,10 @@ use super::offload::OffloadGoal;
 use super::plan_request::FilePrograms;
 use super::residency::resident_tensors;
 use super::{PlanRequest, candidates_with_one_choice, offload};
+use crate::price::MICRO_BATCH_PROGRAMS;
 use plimsoll_core::{Category, Offload, Parallelism, RecomputeLevel};
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::{Program, ProgramKind, ProgramSet, Share};
+use plimsoll_program::{Program, ProgramSet, Share};
 use std::sync::Arc;
 
 /// Bytes of the model state that a team shards, summed over all ranks.
@@ -156,9 +157,9 @@ impl RankCosts {
     }
 }
 
-/// Adds up the `seconds` of the forward and of the backward Program of `set`.
+/// Adds up the `seconds` of the Programs of `set` that run for each micro-batch.
 fn sum_passes(set: &ProgramSet, seconds: impl Fn(&Program) -> f64) -> f64 {
-    let passes = [ProgramKind::Forward, ProgramKind::Backward].into_iter().filter_map(|kind| set.program(kind));
+    let passes = MICRO_BATCH_PROGRAMS.into_iter().filter_map(|kind| set.program(kind));
     passes.map(seconds).sum()
 }
 

@@ -28,7 +28,14 @@ pub fn evaluation_request<'a>(request: &PlanRequest<'a>) -> PlanRequest<'a> {
     request.pins.offload = Some(Offload::NOTHING);
     request.host = HostSpec { budget: Bytes::ZERO, file: FileSpec::NONE, ..request.host };
     (request.lossy.allow, request.lossy.offer) = (vec![], vec![]);
-    PlanRequest { optimizer: None, evaluate: true, generation: None, share: Share::SINGLE_DEVICE, ..request }
+    PlanRequest {
+        optimizer: None,
+        evaluate: true,
+        score: false,
+        generation: None,
+        share: Share::SINGLE_DEVICE,
+        ..request
+    }
 }
 
 /// Makes the fastest excluded device the evaluator, if one saves time.

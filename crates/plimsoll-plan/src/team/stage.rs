@@ -20,6 +20,8 @@ type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
 /// Predicted seconds of a pipeline stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct StageSeconds {
+    /// Seconds of the score of a micro-batch; 0 in runs without scores.
+    pub(super) score: f64,
     /// Seconds of the forward pass of a micro-batch.
     pub(super) forward: f64,
     /// Seconds of the backward pass of a micro-batch.
@@ -40,6 +42,7 @@ impl StageSeconds {
         };
         let hidden_bytes = set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes());
         StageSeconds {
+            score: seconds(&without_transfers, ProgramKind::Score),
             forward: seconds(&without_transfers, ProgramKind::Forward),
             backward: seconds(&without_transfers, ProgramKind::Backward),
             transfer: prices.team_link.latency_seconds + hidden_bytes as f64 / prices.team_link.bytes_per_second,
@@ -52,7 +55,7 @@ impl StageSeconds {
 
     /// Returns the seconds in which the stage computes in a step of `micro_batches` micro-batches.
     pub fn busy(&self, micro_batches: u32) -> f64 {
-        f64::from(micro_batches) * (self.forward + self.backward) + self.per_step
+        f64::from(micro_batches) * (self.score + self.forward + self.backward) + self.per_step
     }
 
     /// Interpolates from `self` (fraction 0) to `other` (fraction 1), or extrapolates for a fraction above 1.
@@ -64,6 +67,7 @@ impl StageSeconds {
     fn plus_difference(self, fraction: f64, a: StageSeconds, b: StageSeconds) -> StageSeconds {
         let add = |from: f64, a: f64, b: f64| from + fraction * (b - a);
         StageSeconds {
+            score: add(self.score, a.score, b.score),
             forward: add(self.forward, a.forward, b.forward),
             backward: add(self.backward, a.backward, b.backward),
             transfer: add(self.transfer, a.transfer, b.transfer),

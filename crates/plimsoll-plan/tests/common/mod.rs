@@ -21,6 +21,7 @@ pub fn plan_request<'a>(
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
+        score: false,
         generation: None,
         device,
         host: HostSpec::NONE,

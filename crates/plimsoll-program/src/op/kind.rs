@@ -225,13 +225,15 @@ pub enum OpKind {
     /// Adds the loss Σ weight · negative log-likelihood of `rows` tokens to the metrics tensor. It reads the `stats`
     /// that [`OpKind::SoftmaxStats`] has computed over the full vocabulary. `weights` are loss weights per token.
     ///
-    /// If `correct` is given, writes to it for each token whether its label had the largest logit.
+    /// If `correct` is given, writes to it for each token whether its label had the largest logit. If `log_probabilities`
+    /// is given, writes to it the log-probability of each token's label; 0 for tokens without loss.
     CrossEntropy {
         stats: Operand,
         labels: Operand,
         weights: Operand,
         metrics: Operand,
         correct: Option<Operand>,
+        log_probabilities: Option<Operand>,
         rows: u64,
     },
     /// Replaces `logits[R, columns]`, of which the first column is vocabulary entry `first`, by the gradient of the

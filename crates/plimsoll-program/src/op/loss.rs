@@ -16,14 +16,12 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.read(*weights, *rows);
             visitor.touch(*stats, rows * SOFTMAX_STATS, if *begin { Mode::Write } else { Mode::Update });
         }
-        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, log_probabilities, rows } => {
             visitor.read(*stats, rows * SOFTMAX_STATS);
             visitor.read(*labels, *rows);
             visitor.read(*weights, *rows);
             visitor.update_all(*metrics);
-            if let Some(correct) = correct {
-                visitor.write(*correct, *rows);
-            }
+            correct.iter().chain(log_probabilities).for_each(|output| visitor.write(*output, *rows));
         }
         OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, columns, .. } => {
             visitor.update(*logits, rows * columns);
@@ -53,12 +51,10 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
             let real = types.activation(logits);
             types.expect(real, [logits]).expect(real.wide(), [weights, stats]).expect(DType::I32, [labels]);
         }
-        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
-            types
-                .expect(types.summed(stats), [stats, weights])
-                .expect(DType::I32, [labels])
-                .expect(DType::F64, [metrics]);
-            types.expect_all(DType::I32, correct.iter());
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, log_probabilities, .. } => {
+            let wide = types.summed(stats);
+            types.expect(wide, [stats, weights]).expect(DType::I32, [labels]).expect(DType::F64, [metrics]);
+            types.expect_all(DType::I32, correct.iter()).expect_all(wide, log_probabilities.iter());
         }
         OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {
             let real = types.activation(logits);

@@ -108,9 +108,10 @@ macro_rules! operand_list {
             OpKind::GluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
             OpKind::SoftCap { x, .. } => smallvec![x],
             OpKind::SoftmaxStats { logits, labels, weights, stats, .. } => smallvec![logits, labels, weights, stats],
-            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, .. } => {
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, log_probabilities, .. } => {
                 let mut list = smallvec![stats, labels, weights, metrics];
                 list.extend(correct);
+                list.extend(log_probabilities);
                 list
             }
             OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, .. } => {

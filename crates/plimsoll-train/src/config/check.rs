@@ -1,7 +1,7 @@
 //! Rules of a run file that its types cannot express: ranges, and combinations of keys.
 
 use super::keys::source_key;
-use super::{DataSection, DataSource, HUB_PREFIX, Init, Method, Optimizer, RunConfig};
+use super::{DataSection, DataSource, DpoLoss, HUB_PREFIX, Init, Method, Objective, Optimizer, RunConfig};
 use crate::files::ModuleNames;
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
@@ -33,12 +33,13 @@ pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
     check_sources(&config.data)?;
     check_combinations(config)?;
     check_method(config)?;
+    check_objective(config)?;
     check_webhook(config)?;
     check_devices(config)
 }
 
 fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
-    let RunConfig { data, train, lora, recipe, run, .. } = config;
+    let RunConfig { data, train, lora, dpo, recipe, run, .. } = config;
     let positive = |number: f64| number.is_finite() && number > 0.0;
     let not_negative = |number: f64| number.is_finite() && number >= 0.0;
     let share = |number: f64| (0.0..1.0).contains(&number);
@@ -66,6 +67,8 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("lora.targets", names_projections(&lora.targets)),
         ("lora.rank_pattern", lora.rank_pattern.values().all(|rank| (1..=MAX_LORA_RANK).contains(rank))),
         ("lora.alpha_pattern", lora.alpha_pattern.values().all(|alpha| positive(*alpha))),
+        ("dpo.beta", positive(dpo.beta)),
+        ("dpo.label_smoothing", (0.0..0.5).contains(&dpo.label_smoothing)),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.max_temperature", run.max_temperature.is_none_or(|celsius| (30.0..=120.0).contains(&celsius))),
@@ -173,6 +176,25 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
             "to train what both make together: plimsoll export BASE --adapter ADAPTER --merged OUT, then model.path = OUT".to_owned(),
         ];
         return Err(RuleViolation::Invalid("model.adapter".into(), message.to_owned(), hints));
+    }
+    Ok(())
+}
+
+/// Checks that the settings of the objective agree with each other.
+fn check_objective(config: &RunConfig) -> Result<(), RuleViolation> {
+    let RunConfig { train, lora, dpo, .. } = config;
+    if train.objective != Objective::Dpo {
+        return Ok(());
+    }
+    if dpo.label_smoothing > 0.0 && dpo.loss_type != DpoLoss::Sigmoid {
+        let message = "only the loss \"sigmoid\" smooths labels";
+        return Err(invalid("dpo.label_smoothing", message, "set it to 0, or dpo.loss_type = \"sigmoid\""));
+    }
+    let rungs = train.rungs.as_deref().unwrap_or_default();
+    let has_adapters = train.method == Method::Lora || rungs.contains(&Rung::Lora);
+    if has_adapters && lora.dropout > 0.0 {
+        let message = "train.objective = \"dpo\" does not support dropout: its score runs without it";
+        return Err(invalid("lora.dropout", message, "set it to 0"));
     }
     Ok(())
 }

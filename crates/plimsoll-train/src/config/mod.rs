@@ -45,6 +45,8 @@ pub struct RunConfig {
     pub train: TrainSection,
     /// Rank, scale and matrices of LoRA adapters, if the run trains them.
     pub lora: LoraSection,
+    /// Settings of direct preference optimization, if it is the objective.
+    pub dpo: DpoSection,
     /// Memory limits, and the lossy savings (rungs) that the planner may take.
     pub memory: MemorySection,
     /// Planner choices that the user fixes: micro-batch and recompute levels.
@@ -266,6 +268,8 @@ pub struct TrainSection {
     /// Tokens of one optimizer step over the whole team, including padding; a multiple of `data.sequence`. Default: the
     /// largest such multiple up to 65536, at least one sequence.
     pub batch_tokens: u64,
+    /// The objective.
+    pub objective: Objective,
     /// The optimizer.
     pub optimizer: Optimizer,
     /// The highest learning rate.
@@ -309,6 +313,7 @@ impl Default for TrainSection {
             epochs: None,
             hours: None,
             batch_tokens: 65536,
+            objective: Objective::Supervised,
             optimizer: Optimizer::Adamw,
             learning_rate: 3e-4,
             schedule: RateSchedule::Cosine,
@@ -338,6 +343,51 @@ pub enum Length {
     Epochs(f64),
     /// Hours of training time.
     Hours(f64),
+}
+
+/// The objective of training.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Objective {
+    /// The labelled tokens of the data are made more likely.
+    #[default]
+    Supervised,
+    /// Direct preference optimization (Rafailov et al., 2023): chosen answers are made more likely than rejected ones, compared
+    /// to the model with its initial weights.
+    Dpo,
+}
+
+/// The section `[dpo]` of a run file: settings of direct preference optimization.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DpoSection {
+    /// Strength of the implicit KL penalty towards the reference model, the model with its initial weights.
+    pub beta: f64,
+    /// The loss of a pair of answers.
+    pub loss_type: DpoLoss,
+    /// Assumed share of pairs with chosen and rejected answer swapped; only with the loss `sigmoid`.
+    pub label_smoothing: f64,
+    /// Whether the reference model is left out: its log-probabilities then count as 0.
+    pub reference_free: bool,
+}
+
+impl Default for DpoSection {
+    fn default() -> DpoSection {
+        DpoSection { beta: 0.1, loss_type: DpoLoss::Sigmoid, label_smoothing: 0.0, reference_free: false }
+    }
+}
+
+/// The loss of a pair of answers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DpoLoss {
+    /// −log σ(β · margin), of DPO.
+    #[default]
+    Sigmoid,
+    /// max(0, 1 − β · margin), of SLiC (Zhao et al., 2023).
+    Hinge,
+    /// (margin − 1/(2β))², of IPO (Azar et al., 2023), with means over tokens in place of sums.
+    Ipo,
 }
 
 /// The optimizer.
@@ -620,6 +670,12 @@ impl RunConfig {
     /// Returns the number of sequences of one optimizer step over the whole team.
     pub fn batch_sequences(&self) -> u64 {
         self.train.batch_tokens / u64::from(self.data.sequence)
+    }
+
+    /// Returns the number of sequences for which the process of a run holds buffers of a step: those of the step, and
+    /// once more those whose scores it computes.
+    pub fn buffered_sequences(&self) -> u64 {
+        self.batch_sequences() * if self.train.objective == Objective::Dpo { 2 } else { 1 }
     }
 
     /// Returns the element type of the computation on a kind of device. With `train.precision = "auto"` it is bf16 on

@@ -4,7 +4,7 @@
 //! key is kept for error messages.
 
 use super::check::{RuleViolation, check};
-use super::{EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Init, RunConfig, Threads, all_targets, keys};
+use super::{EXAMPLE_PREFIX, HUB_PREFIX, HubSources, Init, Objective, RunConfig, Threads, all_targets, keys};
 use crate::files::{ALL_LINEAR, ModuleNames};
 use plimsoll_core::{Failure, Rung};
 use plimsoll_device::regular_file;
@@ -15,6 +15,9 @@ use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{self, Path, PathBuf};
 use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
+
+/// Default of `train.learning_rate` for DPO, as in TRL.
+const DPO_LEARNING_RATE: f64 = 1e-6;
 
 /// An error in a run file or a setting.
 #[derive(Debug, thiserror::Error)]
@@ -273,6 +276,9 @@ impl RunConfig {
     fn apply_dependent_defaults(&mut self, is_set: impl Fn(&str) -> bool) {
         if !is_set("model.init") && self.model.preset.is_some() {
             self.model.init = Init::Random;
+        }
+        if !is_set("train.learning_rate") && self.train.objective == Objective::Dpo {
+            self.train.learning_rate = DPO_LEARNING_RATE;
         }
         if !is_set("train.batch_tokens") && self.data.sequence > 0 {
             let sequence = u64::from(self.data.sequence);

@@ -220,6 +220,7 @@ mod tests {
             vocab: VOCAB,
             end_token: None,
             chat: super::super::ChatSpec::default(),
+            pairs: false,
         };
         let cache = folder.path().join("cache");
         let data = Dataset::open(&spec, None, &cache, 1, &mut |_, _| ControlFlow::Continue(())).unwrap();

@@ -5,6 +5,7 @@
 //! | `NAME.tokens` | the records, one per token |
 //! | `NAME.json` | sources, counts and checksums of the records; renamed to its name last, which completes the cache |
 //! | `NAME-T.rows` | for padded rows of T positions: the record with which each row begins |
+//! | `NAME-T-pairs.rows`, `NAME-T-packed-pairs.rows` | the same for rows of pairs of answers |
 //!
 //! Each file has a checksum. All are read and checked when the cache is opened, and what does not match is built again.
 //!
@@ -321,42 +322,67 @@ impl Records<'_> {
     }
 }
 
-/// The table of padded rows, for data in which each document begins a row: the index in the token cache of the first
-/// token of each row, as u64, followed by the number of all tokens and the CRC-32 of all before it.
+/// The rule by which documents begin rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RowRule {
+    /// Each document begins a row, and goes on in further rows if it is longer.
+    Documents,
+    /// Each two consecutive documents are a pair and share a row. Without `pack`, each pair begins a row. With it, a pair
+    /// begins a row only if it does not fit in the current one.
+    Pairs { pack: bool },
+}
+
+/// The table of rows that begin with a document: the index in the token cache of the first token of each row, as u64,
+/// followed by the number of all tokens and the CRC-32 of all before it.
 #[derive(Debug)]
 pub(super) struct RowStarts {
     path: PathBuf,
     file: File,
     pub rows: u64,
+    pub rule: RowRule,
 }
 
 impl RowStarts {
-    /// Opens the table of rows of `sequence` positions beside `cache`. If none exists, it is built first.
-    pub fn open(cache: &TokenCache, sequence: u64) -> Result<RowStarts, DataError> {
+    /// Opens the table of rows of `sequence` positions beside `cache`. If none exists, it is built first. No pair is
+    /// longer than a row.
+    pub fn open(cache: &TokenCache, sequence: u64, rule: RowRule) -> Result<RowStarts, DataError> {
         let stem = cache.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let path = cache.path.with_file_name(format!("{stem}-{sequence}.rows"));
-        if let Some(starts) = RowStarts::open_existing(cache, &path) {
+        let kind = match rule {
+            RowRule::Documents => "",
+            RowRule::Pairs { pack: false } => "-pairs",
+            RowRule::Pairs { pack: true } => "-packed-pairs",
+        };
+        let path = cache.path.with_file_name(format!("{stem}-{sequence}{kind}.rows"));
+        if let Some(starts) = RowStarts::open_existing(cache, &path, rule) {
             return Ok(starts);
         }
         let _lock = lock_folder(cache.path.parent().unwrap_or(Path::new(".")))?;
-        if let Some(starts) = RowStarts::open_existing(cache, &path) {
+        if let Some(starts) = RowStarts::open_existing(cache, &path, rule) {
             return Ok(starts);
         }
         write_atomically(&path, |out| {
             let mut buffer = Vec::new();
             let (mut record, mut document_start) = (0, 0);
+            let mut pairs = PairRows::new(sequence, rule == RowRule::Pairs { pack: true });
             while record < cache.counts.tokens {
                 // One more than is scanned: the next record tells whether a token is the last of its document.
                 let records = cache.read(record, SCAN_RECORDS + 1, &mut buffer)?;
                 for index in 0..records.len().min(SCAN_RECORDS as usize) {
-                    if records.get(index)?.begins_document {
+                    let begins_document = records.get(index)?.begins_document;
+                    if begins_document {
                         document_start = record;
                     }
                     // The last token of a document begins no row, because it is only a target.
-                    let begins = (record - document_start).is_multiple_of(sequence);
                     let last = index + 1 == records.len() || records.get(index + 1)?.begins_document;
-                    if begins && !last {
-                        out.write(&record.to_le_bytes())?;
+                    let start = match rule {
+                        RowRule::Documents => {
+                            (!last && (record - document_start).is_multiple_of(sequence)).then_some(record)
+                        }
+                        RowRule::Pairs { .. } if last => pairs.end_document(document_start, record + 1),
+                        RowRule::Pairs { .. } => None,
+                    };
+                    if let Some(start) = start {
+                        out.write(&start.to_le_bytes())?;
                     }
                     record += 1;
                 }
@@ -365,15 +391,15 @@ impl RowStarts {
             let checksum = out.summary()?.crc32;
             out.write(&u64::from(checksum).to_le_bytes())
         })?;
-        RowStarts::open_existing(cache, &path).ok_or(DataError::DamagedCache { file: path })
+        RowStarts::open_existing(cache, &path, rule).ok_or(DataError::DamagedCache { file: path })
     }
 
     /// Opens the table at `path`, or returns `None` unless it is complete, unchanged and that of `cache`.
-    fn open_existing(cache: &TokenCache, path: &Path) -> Option<RowStarts> {
+    fn open_existing(cache: &TokenCache, path: &Path, rule: RowRule) -> Option<RowStarts> {
         let file = private_file::open(path).ok()?;
         let bytes = file.metadata().ok()?.len();
         let summary = FileSummary::read((&file).take(bytes.checked_sub(8)?)).ok()?;
-        let starts = RowStarts { path: path.to_owned(), rows: (bytes / 8).checked_sub(2)?, file };
+        let starts = RowStarts { path: path.to_owned(), rows: (bytes / 8).checked_sub(2)?, file, rule };
         let ending = [starts.read_u64(starts.rows).ok()?, starts.read_u64(starts.rows + 1).ok()?];
         (bytes % 8 == 0 && ending == [cache.counts.tokens, u64::from(summary.crc32)]).then_some(starts)
     }
@@ -384,10 +410,47 @@ impl RowStarts {
         if start < cache.counts.tokens { Ok(start) } else { Err(DataError::DamagedCache { file: self.path.clone() }) }
     }
 
+    /// Returns the index in the token cache after the last token of row `row`. Only for pairs, whose rows are contiguous.
+    pub fn end_of(&self, row: u64, cache: &TokenCache) -> Result<u64, DataError> {
+        let end = self.read_u64(row + 1)?;
+        if end <= cache.counts.tokens { Ok(end) } else { Err(DataError::DamagedCache { file: self.path.clone() }) }
+    }
+
     fn read_u64(&self, index: u64) -> Result<u64, DataError> {
         let mut bytes = [0; 8];
         self.file.read_exact_at(&mut bytes, index * 8).map_err(DataError::io("read", &self.path))?;
         Ok(u64::from_le_bytes(bytes))
+    }
+}
+
+/// State of the search for rows of pairs.
+struct PairRows {
+    sequence: u64,
+    pack: bool,
+    /// First token of the row that is being filled; `None` before the first.
+    row_start: Option<u64>,
+    /// First token of a pair of which only the first document has ended.
+    pair_start: Option<u64>,
+}
+
+impl PairRows {
+    fn new(sequence: u64, pack: bool) -> PairRows {
+        PairRows { sequence, pack, row_start: None, pair_start: None }
+    }
+
+    /// Ends a document with the tokens from `start` to `end`. Returns the first token of a row that begins with its pair.
+    fn end_document(&mut self, start: u64, end: u64) -> Option<u64> {
+        let Some(pair_start) = self.pair_start.take() else {
+            self.pair_start = Some(start);
+            return None;
+        };
+        // The last token of a row is only a target.
+        let fits = |row_start: u64| self.pack && end - row_start - 1 <= self.sequence;
+        if self.row_start.is_some_and(fits) {
+            return None;
+        }
+        self.row_start = Some(pair_start);
+        self.row_start
     }
 }
 

@@ -1,9 +1,8 @@
 //! Tokenizing of documents in batches, in parallel, in the order of the files.
 
-use super::DataSpec;
 use super::conversation::Conversation;
 use super::error::DataError;
-use super::formats::DataFile;
+use super::formats::{DataFile, PreferencePair};
 use super::guard;
 use super::record_writer::RecordWriter;
 use super::source::{DocumentOrigin, DocumentPart};
@@ -12,6 +11,7 @@ use super::template::{
 };
 use super::tokenizer::{ENCODE_TIME_MAX, Tokenizer};
 use super::windows::{TokenWindow, WindowJoiner};
+use super::{DataSpec, IGNORED_LABEL};
 use rayon::prelude::*;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -58,6 +58,8 @@ enum BatchText {
         completion: String,
     },
     Conversation(Box<Conversation>),
+    /// A prompt with two answers.
+    Preference(PreferencePair),
 }
 
 /// The tokens of a batch item.
@@ -66,10 +68,21 @@ enum BatchTokens {
     Whole(Vec<u32>),
     /// The tokens of one of several windows.
     Part { window: TokenWindow, ends: bool },
-    /// The tokens of a prompt and its completion. The first `unlabelled` have no label.
-    Pair { ids: Vec<u32>, unlabelled: usize },
+    /// A prompt and its completion.
+    Pair(CompletionTokens),
+    /// A prompt with the chosen answer, and with the rejected one, as texts.
+    TextAnswers([CompletionTokens; 2]),
+    /// A conversation with the chosen answer, and with the rejected one.
+    ConversationAnswers([LabelledDocument; 2]),
     /// The documents of a conversation.
     Documents(Vec<LabelledDocument>),
+}
+
+/// The tokens of a prompt and its completion.
+struct CompletionTokens {
+    ids: Vec<u32>,
+    /// Number of tokens at the beginning that have no label.
+    unlabelled: usize,
 }
 
 /// A failure to tokenize, with the place of the document if it is known.
@@ -165,6 +178,22 @@ impl BatchEncoder {
                 // Its rendering, and tokens with their places.
                 (BatchText::Conversation(conversation), CONVERSATION_WEIGHT)
             }
+            DocumentPart::Preference(pair) => {
+                if let (PreferencePair::Conversations(_), None) = (&pair, &self.chat) {
+                    let source = TemplateError::NoTemplate { folder: self.folder.clone() };
+                    return Err(DataError::Template { location: Some(origin.location(writer.files)), source });
+                }
+                let bytes = match &pair {
+                    PreferencePair::Texts { prompt, answers } => {
+                        2 * answers.iter().map(|answer| prompt.len() + answer.len()).sum::<usize>()
+                    }
+                    PreferencePair::Conversations(_) => 2 * CONVERSATION_WEIGHT,
+                };
+                (BatchText::Preference(pair), bytes)
+            }
+            DocumentPart::Verdict => {
+                return Err(DataError::Unpaired { location: origin.location(writer.files) });
+            }
             other => {
                 self.flush(writer)?;
                 return writer.write_part(origin, other);
@@ -201,23 +230,31 @@ impl BatchEncoder {
         writer: &mut RecordWriter,
     ) -> Result<(), DataError> {
         let tokenizer = Arc::clone(&self.tokenizer);
-        let (ids, unlabelled, begins, ends) = match tokens {
-            BatchTokens::Whole(ids) => (ids, 0, true, true),
+        let (ids, begins, ends) = match tokens {
+            BatchTokens::Whole(ids) => (ids, true, true),
             BatchTokens::Part { window, ends } => {
                 let begins = window.start == 0;
                 let failed = |reason| DataError::Encode { location: Some(origin.location(writer.files)), reason };
-                (self.join_window(window, ends).map_err(failed)?, 0, begins, ends)
+                (self.join_window(window, ends).map_err(failed)?, begins, ends)
             }
-            BatchTokens::Pair { ids, unlabelled } => (ids, unlabelled, true, true),
+            BatchTokens::Pair(pair) => {
+                let document = self.add_special_tokens(pair)?;
+                return writer.write_document(origin, &document);
+            }
             BatchTokens::Documents(documents) => {
                 return documents.iter().try_for_each(|document| writer.write_document(origin, document));
             }
+            BatchTokens::TextAnswers([chosen, rejected]) => {
+                let pair = [self.add_special_tokens(chosen)?, self.add_special_tokens(rejected)?];
+                return writer.write_pair(origin, &pair);
+            }
+            BatchTokens::ConversationAnswers(pair) => return writer.write_pair(origin, &pair),
         };
         for &id in if begins { tokenizer.prefix() } else { &[] } {
-            writer.write_text_token(origin, id, unlabelled == 0)?;
+            writer.write_text_token(origin, id, true)?;
         }
-        for (index, &id) in ids.iter().enumerate() {
-            writer.write_text_token(origin, id, index >= unlabelled)?;
+        for &id in &ids {
+            writer.write_text_token(origin, id, true)?;
         }
         if ends {
             for &id in tokenizer.suffix() {
@@ -225,13 +262,30 @@ impl BatchEncoder {
             }
             let last = tokenizer.suffix().last().or(ids.last()).or(tokenizer.prefix().last());
             let end_token = self.end_token.ok_or_else(|| self.no_end_token())?;
-            // The end token of a prompt does not end its completion.
-            if last != Some(&end_token) || ids.len() <= unlabelled {
+            if last != Some(&end_token) {
                 writer.write_text_token(origin, end_token, true)?;
             }
             writer.end_document(origin);
         }
         Ok(())
+    }
+
+    /// Adds prefix, suffix and a missing end token to a prompt with its completion. Labels everything after the prompt; without
+    /// a prompt, every token.
+    fn add_special_tokens(
+        &self,
+        CompletionTokens { ids, unlabelled }: CompletionTokens,
+    ) -> Result<LabelledDocument, DataError> {
+        let (prefix, suffix) = (self.tokenizer.prefix(), self.tokenizer.suffix());
+        let end_token = self.end_token.ok_or_else(|| self.no_end_token())?;
+        let last = suffix.last().or(ids.last()).or(prefix.last());
+        // The end token of a prompt does not end its completion.
+        let lacks_end = last != Some(&end_token) || ids.len() <= unlabelled;
+        let unlabelled = if unlabelled == 0 { 0 } else { prefix.len() + unlabelled };
+        let tokens = prefix.iter().chain(&ids).chain(suffix).chain(lacks_end.then_some(&end_token));
+        let ids: Vec<i32> = tokens.map(|&id| id as i32).collect();
+        let labels = ids.iter().enumerate().map(|(at, &id)| if at < unlabelled { IGNORED_LABEL } else { id }).collect();
+        Ok(LabelledDocument { ids, labels })
     }
 
     fn no_end_token(&self) -> DataError {
@@ -281,7 +335,20 @@ fn encode_item(
         BatchText::Window { window, start, ends } => tokenizer
             .encode_placed(&window)
             .map(|tokens| BatchTokens::Part { window: TokenWindow { text: window, start, tokens }, ends }),
-        BatchText::Pair { prompt, completion } => encode_pair(tokenizer, prompt, &completion),
+        BatchText::Pair { prompt, completion } => {
+            encode_completion(tokenizer, &prompt, &completion).map(BatchTokens::Pair)
+        }
+        BatchText::Preference(PreferencePair::Texts { prompt, answers: [chosen, rejected] }) => {
+            let encode = |answer: &str| encode_completion(tokenizer, &prompt, answer);
+            encode(&chosen).and_then(|chosen| Ok(BatchTokens::TextAnswers([chosen, encode(&rejected)?])))
+        }
+        BatchText::Preference(PreferencePair::Conversations(conversations)) => {
+            let chat = chat.expect("a batch with a conversation has a template");
+            let [chosen, rejected] = &conversations;
+            let pair = tokenize_answer(chat, chosen).and_then(|chosen| Ok([chosen, tokenize_answer(chat, rejected)?]));
+            let failed = |error| EncodeFailure { origin: Some(origin), cause: EncodeCause::Template(error) };
+            return pair.map(BatchTokens::ConversationAnswers).map_err(failed);
+        }
         BatchText::Conversation(conversation) => {
             let chat = chat.expect("a batch with a conversation has a template");
             let documents = chat.tokenize(&conversation);
@@ -292,18 +359,26 @@ fn encode_item(
     encoded.map_err(|reason| EncodeFailure { origin: Some(origin), cause: EncodeCause::Tokenizer(reason) })
 }
 
+/// Tokenizes a conversation with an answer, which must give one document.
+fn tokenize_answer(chat: &mut ChatSession, conversation: &Conversation) -> Result<LabelledDocument, TemplateError> {
+    let documents = chat.tokenize(conversation)?;
+    let [document] = <[LabelledDocument; 1]>::try_from(documents)
+        .map_err(|documents| TemplateError::SplitAnswer { documents: documents.len() })?;
+    Ok(document)
+}
+
 /// Tokenizes a prompt with its completion. The tokens are those of the joined text if they begin with the tokens of the
 /// prompt alone, which a model sees when it answers. Otherwise both are tokenized by themselves.
-fn encode_pair(tokenizer: &Tokenizer, prompt: String, completion: &str) -> Result<BatchTokens, String> {
-    let mut ids = tokenizer.encode_whole(&prompt)?;
+fn encode_completion(tokenizer: &Tokenizer, prompt: &str, completion: &str) -> Result<CompletionTokens, String> {
+    let mut ids = tokenizer.encode_whole(prompt)?;
     let unlabelled = ids.len();
-    let joined = tokenizer.encode_whole(&(prompt + completion))?;
+    let joined = tokenizer.encode_whole(&format!("{prompt}{completion}"))?;
     if joined.starts_with(&ids) {
         ids = joined;
     } else {
         ids.extend(tokenizer.encode_whole(completion)?);
     }
-    Ok(BatchTokens::Pair { ids, unlabelled })
+    Ok(CompletionTokens { ids, unlabelled })
 }
 
 #[cfg(test)]
@@ -351,6 +426,80 @@ mod tests {
     }
 
     #[test]
+    fn pairs_of_answers_are_two_documents_each() {
+        let lines = [
+            json!({ "prompt": "3+4=", "chosen": "7", "rejected": "12" }),
+            json!({ "chosen": "5", "rejected": "66" }),
+            json!({ "prompt": "7", "chosen": "", "rejected": "8" }),
+        ];
+        let lines = lines.map(|line| line.to_string()).join("\n");
+        let open = |pack: bool, sequence: u64| {
+            let mut sample = sample(&lines, sequence);
+            (sample.spec.pairs, sample.spec.pack) = (true, pack);
+            sample.open().map(|data| (all_rows(&data), data)).map_err(|error| error.to_string())
+        };
+        const I: i32 = -100;
+        // Padded: the answers of a prompt are two documents of one row. The last end token is only a target.
+        let (rows, data) = open(false, 12).unwrap();
+        assert_eq!((data.rows(), data.documents(), data.is_packed(), data.has_pairs()), (3, 6, false, true));
+        let [first, second, third] = [0, 1, 2].map(|row| row * 12..(row + 1) * 12);
+        assert_eq!(rows.tokens[first.clone()], [3, 10, 4, 11, 7, 12, 3, 10, 4, 11, 14, 12]);
+        assert_eq!(rows.labels[first.clone()], [I, I, I, 7, 12, I, I, I, I, 14, 12, I]);
+        assert_eq!(rows.document_start[first], [0, 0, 0, 0, 0, 0, 6, 6, 6, 6, 6, 6]);
+        assert_eq!(rows.tokens[second.clone()][..5], [5, 12, 6, 6, 12]);
+        assert_eq!(rows.labels[second][..6], [12, I, 6, 12, I, I]);
+        assert_eq!(rows.labels[third][..4], [12, I, 8, 12]);
+        // Packed: as many pairs as fit, and no pair in two rows.
+        let (packed, data) = open(true, 17).unwrap();
+        assert_eq!((data.rows(), data.is_packed()), (2, true));
+        assert_eq!(packed.tokens[..17], [3, 10, 4, 11, 7, 12, 3, 10, 4, 11, 14, 12, 5, 12, 6, 6, 12]);
+        assert_eq!(packed.tokens[17..22], [7, 12, 7, 8, 12]);
+        let sums = |row| packed.sum_documents(row, |at| at as f64);
+        assert_eq!(sums(0), [3.0 + 4.0, 9.0 + 10.0, 12.0, 14.0 + 15.0]);
+        assert_eq!(sums(1), [17.0, 19.0 + 20.0]);
+        let mut weighed = packed;
+        weighed.set_document_weights(0, &[0.5, -0.5, 2.0, 0.0]);
+        let weighted: Vec<f32> = weighed.weights[..17].iter().copied().filter(|&weight| weight != 0.0).collect();
+        assert_eq!(weighted, [0.5, 0.5, -0.5, -0.5, 2.0]);
+        let refused = open(true, 10).unwrap_err();
+        assert!(refused.contains(":1: the pair needs 11 positions"), "{refused}");
+        assert_eq!(open(true, 11).unwrap().1.rows(), 2);
+    }
+
+    #[test]
+    fn conversations_of_a_pair_train_on_the_answers_only() {
+        let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let (question, hint) = (message("user", "3+4="), message("assistant", "1"));
+        let answers = [message("assistant", "7"), message("assistant", "8")];
+        let [chosen, rejected] = &answers;
+        let records = [
+            json!({ "prompt": [question, hint, question], "chosen": [chosen], "rejected": [rejected] }),
+            // The prompt is what both begin with.
+            json!({ "chosen": [question, hint, question, chosen], "rejected": [question, hint, question, rejected] }),
+        ];
+        let labels = records.map(|record| {
+            let mut sample = sample(&record.to_string(), 64);
+            sample.spec.pairs = true;
+            let template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}";
+            fs::write(sample.path("chat_template.jinja"), template).unwrap();
+            sample.spec.chat.template = Some(sample.path("chat_template.jinja").display().to_string());
+            let rows = all_rows(&sample.open().unwrap());
+            (rows.tokens, rows.labels)
+        });
+        assert_eq!(labels[0], labels[1]);
+        let trained: Vec<i32> = labels[0].1.iter().copied().filter(|&label| label >= 0).collect();
+        assert_eq!(trained, [7, 12, 8, 12]);
+        let same = json!({ "chosen": [question, chosen], "rejected": [question, chosen] });
+        let mut same = sample(&same.to_string(), 64);
+        same.spec.pairs = true;
+        let refused = same.open().unwrap_err().to_string();
+        assert!(
+            refused.contains("`chosen` has no message of the assistant after those that both answers share"),
+            "{refused}"
+        );
+    }
+
+    #[test]
     fn files_of_several_formats_keep_their_order() {
         let mut sample = sample("{\"text\": \"1\"}\n{\"text\": \"34\"}\n", 3);
         fs::write(sample.path("b.json"), "[{\"input_ids\": [5, 6], \"labels\": [-100, 6]}]").unwrap();
@@ -378,10 +527,10 @@ mod tests {
         for (line, expected) in [
             (
                 "{\"chosen\": \"1\", \"rejected\": \"2\"}",
-                ": its format is preference, which no training objective uses yet",
+                ": its format is preference, which only train.objective = \"dpo\" takes",
             ),
             (&conversation, " has no chat template"),
-            (&long, ":1: prompt and completion are longer than 1.00 MiB"),
+            (&long, ":1: the prompt with its completion or longer answer is longer than 1.00 MiB"),
         ] {
             let refusal = sample(line, 5).open().unwrap_err().to_string();
             assert!(refusal.contains(expected), "{refusal}");

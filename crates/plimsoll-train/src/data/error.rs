@@ -180,13 +180,39 @@ pub enum DataError {
         /// Format of the records before it.
         expected: RecordFormat,
     },
-    /// A file has records that no training objective uses.
-    #[error("{}: its format is {format}, which no training objective uses yet", file.display())]
-    NoObjective {
+    /// A file has records of a format that the training objective does not use.
+    #[error(
+        "{}: its format is {format}, {}", file.display(),
+        if *takes_pairs { "but train.objective = \"dpo\" takes preference" } else { "which only train.objective = \"dpo\" takes" }
+    )]
+    OtherObjective {
         /// Path of the data file.
         file: PathBuf,
         /// Format of its records.
         format: RecordFormat,
+        /// Whether the objective takes pairs of answers.
+        takes_pairs: bool,
+    },
+    /// A pair of answers is longer than a row.
+    #[error(
+        "{location}: the pair needs {} positions (prompt with chosen answer, prompt with rejected answer), more than a row \
+         has (data.sequence = {sequence})", tokens - 1
+    )]
+    AnswersTooLong {
+        /// Place of the pair.
+        location: SourceLocation,
+        /// Tokens of both documents, each with the prompt.
+        tokens: u64,
+        /// T, the number of positions of a row.
+        sequence: u64,
+    },
+    /// A record has one completion with a verdict (unpaired preference), where an objective takes two answers.
+    #[error(
+        "{location}: expected `chosen` and `rejected`, found one `completion` with a `label` (unpaired preference)"
+    )]
+    Unpaired {
+        /// Place of the record.
+        location: SourceLocation,
     },
     /// A conversation cannot be rendered, or there is no template for it.
     #[error("{}{source}", location.as_ref().map_or(String::new(), |location| format!("{location}: ")))]
@@ -197,8 +223,8 @@ pub enum DataError {
         source: TemplateError,
     },
     /// A prompt and its completion are longer than what is tokenized at once.
-    #[error("{location}: prompt and completion are longer than {limit}")]
-    PairTooLong {
+    #[error("{location}: the prompt with its completion or longer answer is longer than {limit}")]
+    CompletionTooLong {
         /// Place of the record.
         location: SourceLocation,
         /// Size limit of both together.
@@ -422,8 +448,17 @@ fn hint(error: &DataError) -> Option<String> {
             return Some(format!(r#"name one of them: data.format = "{first}" or "{second}""#));
         }
         DataError::MixedRecords { .. } => "write the records of each format into a file of their own",
-        DataError::NoObjective { .. } => r#"write the chosen answers as "completion" beside "prompt" to train on them"#,
-        DataError::PairTooLong { .. } => "split the record, or write it as text",
+        DataError::OtherObjective { takes_pairs: false, .. } => {
+            r#"to train on pairs, set train.objective = "dpo"; to use the chosen answers alone, write each as "completion" beside its "prompt""#
+        }
+        DataError::OtherObjective { takes_pairs: true, .. } => {
+            r#"give each prompt two answers: {"prompt": "...", "chosen": "...", "rejected": "..."}"#
+        }
+        DataError::AnswersTooLong { tokens, .. } => {
+            return Some(format!("set data.sequence to {} or more, or shorten the record", tokens - 1));
+        }
+        DataError::Unpaired { .. } => r#"give each prompt two answers, "chosen" and "rejected""#,
+        DataError::CompletionTooLong { .. } => "shorten the record, split it, or write it as text",
         DataError::MalformedRecord { format: Some(format), .. } => {
             return Some(format!(r#"data.format = "{format}" expects {}"#, format.expected_keys()));
         }

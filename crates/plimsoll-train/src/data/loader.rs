@@ -4,6 +4,7 @@
 //! buffer travels to the loader in a [`Batch`]; the loader returns it when the next batch is requested.
 
 use super::error::DataError;
+use super::mixture::SourceRow;
 use super::order::BatchSampler;
 use super::rows::Rows;
 use super::training_data::TrainingData;
@@ -19,6 +20,8 @@ pub struct Batch {
     pub step: u64,
     /// The step's rows. There may be fewer in the last step of a run with its length given in epochs.
     pub rows: Rows,
+    /// The source and the number of each row.
+    pub sources: Vec<SourceRow>,
     /// Number of positions with a label (tokens that count in the loss), over all rows; 0 if every label is ignored.
     pub labelled_tokens: u64,
 }
@@ -109,10 +112,11 @@ fn read_batches(
         if positions.is_empty() {
             return;
         }
-        let read = data.read(positions.map(|position| order.row(position)), &mut rows);
+        let sources: Vec<SourceRow> = positions.map(|position| order.row(position)).collect();
+        let read = data.read(sources.iter().copied(), &mut rows);
         let labelled_tokens = rows.labelled_tokens();
         let failed = read.is_err();
-        if batches.send(read.map(|()| Batch { step, rows, labelled_tokens })).is_err() || failed {
+        if batches.send(read.map(|()| Batch { step, rows, sources, labelled_tokens })).is_err() || failed {
             return;
         }
     }

@@ -18,7 +18,9 @@
 //! - Token ids: taken as they are. Labels follow the Hugging Face convention: one per token of `input_ids`, unshifted;
 //!   −100 is not predicted. Masks and other keys that change the loss are honoured or refused by name (`token_line`).
 //! - Prompts with completions: the tokens of both, with labels for the completion and the end token after it.
-//! - Conversations: refused until a chat template is applied.
+//! - Conversations: the text that the chat template writes, with labels for the trained messages.
+//! - Preferences: two documents, the prompt with the chosen answer and the prompt with the rejected one, with labels for
+//!   the answers.
 //!
 //! A document without a label after its first token has nothing to predict: it is skipped and counted.
 //!
@@ -34,6 +36,8 @@
 //!   and the target across the boundary is kept.
 //! - Padded: each document begins a new row. A document of N tokens takes N − 1 positions, because its last token is
 //!   only a target.
+//!
+//! - Pairs: both documents of a preference stay in one row. Packed, each row takes as many pairs in file order as fit.
 //!
 //! Attention never crosses documents. At each position, `document_start` is the first index of the row that the
 //! position attends to, and `positions` counts from there. Padding at the end of a row has token 0, label −100 and
@@ -129,6 +133,8 @@ pub struct DataSpec {
     pub end_token: Option<u32>,
     /// Rules that turn conversations into text with labels.
     pub chat: ChatSpec,
+    /// Whether the data are pairs of answers, of the format `preference`. Data of this format are refused otherwise.
+    pub pairs: bool,
 }
 
 /// Rules that turn conversations into text with labels.

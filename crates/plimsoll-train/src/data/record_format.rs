@@ -50,7 +50,7 @@ impl RecordFormat {
 
     /// Returns whether records may be conversations.
     pub(super) fn may_need_template(self) -> bool {
-        self.needs_template() || self == RecordFormat::PromptCompletion
+        self.needs_template() || matches!(self, RecordFormat::PromptCompletion | RecordFormat::Preference)
     }
 
     /// Returns the keys that a record of the format has, for messages.

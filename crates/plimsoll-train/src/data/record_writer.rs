@@ -22,7 +22,7 @@ pub(super) struct DatasetCounts {
     pub skipped: u64,
     /// Tokens that are targets of the loss: not the first of their document, and without the label −100.
     pub labelled: u64,
-    /// Tokens of the longest document.
+    /// Tokens of the longest document, or of the longest pair of answers with their prompts.
     pub longest: u64,
     /// Index, in the list of data files, of the file that holds the longest document.
     pub longest_file: usize,
@@ -74,6 +74,23 @@ impl RecordWriter<'_> {
         Ok(())
     }
 
+    /// Writes the tokenized chosen and rejected answer of a pair. If one has no label after its first token, both are
+    /// counted as skipped. The length of the pair counts as one document in `longest`.
+    ///
+    /// # Errors
+    /// A full disk, and an id outside the vocabulary.
+    pub fn write_pair(&mut self, origin: DocumentOrigin, pair: &[LabelledDocument; 2]) -> Result<(), DataError> {
+        let is_usable =
+            |document: &LabelledDocument| document.labels.iter().skip(1).any(|&label| label != IGNORED_LABEL);
+        if !pair.iter().all(is_usable) {
+            self.counts.skipped += 2;
+            return Ok(());
+        }
+        pair.iter().try_for_each(|document| self.write_document(origin, document))?;
+        self.record_length(origin, pair.iter().map(|document| document.ids.len() as u64).sum());
+        Ok(())
+    }
+
     /// Writes a token of a text, with itself as label if `is_labelled`. An id outside the vocabulary is an error that
     /// names `origin`, the document's place in the files.
     pub fn write_text_token(&mut self, origin: DocumentOrigin, id: u32, is_labelled: bool) -> Result<(), DataError> {
@@ -113,6 +130,11 @@ impl RecordWriter<'_> {
         }
         self.counts.documents += 1;
         self.counts.tokens += tokens;
+        self.record_length(origin, tokens);
+    }
+
+    /// Keeps the place of a document of `tokens` tokens if it is the longest so far.
+    fn record_length(&mut self, origin: DocumentOrigin, tokens: u64) {
         if tokens > self.counts.longest {
             self.counts.longest = tokens;
             (self.counts.longest_file, self.counts.longest_place) = (origin.file, origin.place);

@@ -195,8 +195,13 @@ impl DataFigures {
         }
         let (tokens, location) = data.longest_document();
         let positions = data.rows() * data.sequence();
-        // The last token of a padded document is only a target.
-        let used = if data.is_packed() { data.tokens() } else { data.tokens() - data.documents() };
+        // The last token of a row of pairs, or of a padded document, is only a target.
+        let only_targets = match (data.has_pairs(), data.is_packed()) {
+            (true, _) => data.rows(),
+            (false, true) => 0,
+            (false, false) => data.documents(),
+        };
+        let used = data.tokens() - only_targets;
         let mut figures = DataFigures {
             formats: data.formats(),
             documents: data.documents(),
@@ -276,7 +281,7 @@ impl Scan {
         let chat_ends = data.end_tokens().into_iter().map(i64::from);
         Scan {
             sequence: data.sequence(),
-            is_packed: data.is_packed(),
+            is_packed: data.is_packed() && !data.has_pairs(),
             samples_max: settings.samples,
             begun_documents: 0,
             begin_tokens: settings.begin_token.iter().chain(prefix).map(|&id| id as i32).collect(),

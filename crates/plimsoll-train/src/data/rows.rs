@@ -1,7 +1,7 @@
 //! Rows of a dataset: the start of each row in the token cache, and the values of its positions. The packing and
 //! padding rules are in the module documentation of `data`.
 
-use super::cache::{Record, RowStarts, SCAN_RECORDS, TokenCache};
+use super::cache::{Record, RowRule, RowStarts, SCAN_RECORDS, TokenCache};
 use super::error::{DataError, SourceLocation};
 use super::formats::{DataFile, resolve_formats};
 use super::record_format::RecordFormat;
@@ -25,6 +25,8 @@ pub struct Dataset {
     row_starts: Option<RowStarts>,
     sequence: u64,
     rows: u64,
+    /// Whether rows hold pairs of answers.
+    pairs: bool,
     /// Formats of the files, each once.
     formats: Vec<RecordFormat>,
 }
@@ -51,8 +53,13 @@ impl Dataset {
             return Err(DataError::SequenceOutOfRange { sequence, limit: SEQUENCE_MAX });
         }
         let files = resolve_formats(globs::list_files(&spec.patterns, spec.format, spec.split)?, spec.format)?;
-        if let Some(file) = files.iter().find(|file| file.format == Some(RecordFormat::Preference)) {
-            return Err(DataError::NoObjective { file: file.path.clone(), format: RecordFormat::Preference });
+        // A file without records has no format.
+        let formats = files.iter().filter_map(|file| Some((file, file.format?)));
+        if let Some((file, format)) =
+            formats.clone().find(|(_, format)| (*format == RecordFormat::Preference) != spec.pairs)
+        {
+            let file = file.path.clone();
+            return Err(DataError::OtherObjective { file, format, takes_pairs: spec.pairs });
         }
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
@@ -60,13 +67,18 @@ impl Dataset {
             let files = files.into_iter().map(|file| file.path).collect();
             return Err(DataError::Empty { files, skipped: counts.skipped });
         }
-        check_longest(&cache, sequence, spec.long)?;
-        let starts = if spec.pack { None } else { Some(RowStarts::open(&cache, sequence)?) };
+        let rule = match (spec.pairs, spec.pack) {
+            (false, true) => None,
+            (false, false) => Some(RowRule::Documents),
+            (true, pack) => Some(RowRule::Pairs { pack }),
+        };
+        check_longest(&cache, sequence, if spec.pairs { LongSamples::Refuse } else { spec.long }, spec.pairs)?;
+        let starts = rule.map(|rule| RowStarts::open(&cache, sequence, rule)).transpose()?;
         let rows = match &starts {
             Some(starts) => starts.rows,
             None => (counts.tokens - 1).div_ceil(sequence),
         };
-        Ok(Dataset { cache, row_starts: starts, sequence, rows, formats: distinct_formats(&files) })
+        Ok(Dataset { cache, row_starts: starts, sequence, rows, pairs: spec.pairs, formats: distinct_formats(&files) })
     }
 
     /// Checks that no document is longer than a row, if `long` refuses such documents.
@@ -74,12 +86,19 @@ impl Dataset {
     /// # Errors
     /// The longest document, with its place.
     pub fn refuse_long(&self, long: LongSamples) -> Result<(), DataError> {
-        check_longest(&self.cache, self.sequence, long)
+        check_longest(&self.cache, self.sequence, long, self.pairs)
     }
 
-    /// Returns whether rows hold concatenated documents; otherwise each document begins a new row.
+    /// Returns whether rows hold concatenated documents; otherwise each document, or each pair of answers, begins a new
+    /// row.
     pub fn is_packed(&self) -> bool {
-        self.row_starts.is_none()
+        self.row_starts.as_ref().is_none_or(|starts| starts.rule == RowRule::Pairs { pack: true })
+    }
+
+    /// Returns whether rows hold pairs of answers: each document is the chosen or the rejected answer with its prompt, in
+    /// turn.
+    pub fn has_pairs(&self) -> bool {
+        self.pairs
     }
 
     /// Calls `visit` with each token of all documents, in the order of the files.
@@ -176,13 +195,19 @@ impl Dataset {
     pub(super) fn read_row(&self, row: u64, into: &mut Rows) -> Result<(), DataError> {
         assert!(row < self.rows, "row {row} of {}", self.rows);
         assert_eq!(into.sequence as u64, self.sequence, "`into` has another number of positions per row");
-        let start = match &self.row_starts {
-            Some(starts) => starts.start_of(row, &self.cache)?,
-            None => row * self.sequence,
+        // One more record than positions: the target of the last position.
+        let most = self.sequence + 1;
+        let (start, count) = match &self.row_starts {
+            Some(starts) if self.pairs => {
+                let start = starts.start_of(row, &self.cache)?;
+                (start, starts.end_of(row, &self.cache)?.saturating_sub(start).min(most))
+            }
+            Some(starts) => (starts.start_of(row, &self.cache)?, most),
+            None => (row * self.sequence, most),
         };
+        let ends_with_document = self.row_starts.is_some() && !self.pairs;
         let mut buffer = std::mem::take(&mut into.read_buffer);
-        // Reads one more record than positions: the target of the last position.
-        let records = self.cache.read(start, self.sequence + 1, &mut buffer)?;
+        let records = self.cache.read(start, count, &mut buffer)?;
         let mut document_start = 0;
         let mut record = records.get(0)?;
         for position in 0..into.sequence {
@@ -192,8 +217,8 @@ impl Dataset {
             }
             into.push(position, document_start, record, next);
             match next {
-                Some(next) if !(next.begins_document && self.row_starts.is_some()) => record = next,
-                // The data ended, or the document of a padded row ended.
+                Some(next) if !(next.begins_document && ends_with_document) => record = next,
+                // The data ended, or the document or the last pair of the row.
                 _ => {
                     into.pad_row(position + 1);
                     break;
@@ -205,10 +230,14 @@ impl Dataset {
     }
 }
 
-/// Checks that the longest document fits in a row of `sequence` positions, if `long` refuses longer ones.
-fn check_longest(cache: &TokenCache, sequence: u64, long: LongSamples) -> Result<(), DataError> {
+/// Checks that the longest document, or pair of answers if data are `pairs`, fits in a row of `sequence` positions, if
+/// `long` refuses longer ones.
+fn check_longest(cache: &TokenCache, sequence: u64, long: LongSamples, pairs: bool) -> Result<(), DataError> {
     let tokens = cache.counts.longest;
     if long == LongSamples::Refuse && tokens - 1 > sequence {
+        if pairs {
+            return Err(DataError::AnswersTooLong { location: cache.longest.clone(), tokens, sequence });
+        }
         return Err(DataError::DocumentTooLong { location: cache.longest.clone(), tokens, sequence });
     }
     Ok(())
@@ -279,6 +308,38 @@ impl Rows {
     /// Returns the number of positions that have a label.
     pub fn labelled_tokens(&self) -> u64 {
         self.labels.iter().filter(|&&label| label != IGNORED_LABEL).count() as u64
+    }
+
+    /// Sums `value` over the labelled positions of each document in row `row`. `value` takes the index of a position in the
+    /// whole buffer. Returns one sum for each document that has a label; in rows of pairs, chosen and rejected answers
+    /// alternate.
+    pub fn sum_documents(&self, row: usize, value: impl Fn(usize) -> f64) -> Vec<f64> {
+        let positions = row * self.sequence..(row + 1) * self.sequence;
+        let mut sums: Vec<(i32, f64)> = Vec::new();
+        for at in positions.filter(|&at| self.labels[at] != IGNORED_LABEL) {
+            let start = self.document_start[at];
+            match sums.last_mut().filter(|(document, _)| *document == start) {
+                Some((_, sum)) => *sum += value(at),
+                None => sums.push((start, value(at))),
+            }
+        }
+        sums.into_iter().map(|(_, sum)| sum).collect()
+    }
+
+    /// Sets the loss weight of all labelled positions of each document in row `row`. `weights` has one weight for each
+    /// document, in the order of [`Rows::sum_documents`].
+    pub fn set_document_weights(&mut self, row: usize, weights: &[f64]) {
+        let (mut document, mut start) = (0, None);
+        for at in row * self.sequence..(row + 1) * self.sequence {
+            if self.labels[at] == IGNORED_LABEL {
+                continue;
+            }
+            if start.is_some_and(|start| start != self.document_start[at]) {
+                document += 1;
+            }
+            start = Some(self.document_start[at]);
+            self.weights[at] = weights[document] as f32;
+        }
     }
 
     /// Appends a row of padding, which fills a partial micro-batch.

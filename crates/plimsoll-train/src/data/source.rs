@@ -7,7 +7,7 @@ use super::containers::text::{TextSource, Window, read_windows};
 use super::containers::{ByteCounter, Container, FileType, PlacedRecord, RecordReader, file_type, open_bytes};
 use super::conversation::Conversation;
 use super::error::{DataError, Place, SourceLocation};
-use super::formats::{DataFile, Document, check_reading, parse_record};
+use super::formats::{DataFile, Document, PreferencePair, check_reading, parse_record};
 use super::record_format::RecordFormat;
 use super::token_line::{RefusedKey, TokenLine};
 use plimsoll_core::Bytes;
@@ -16,7 +16,7 @@ use std::ops::ControlFlow;
 /// Bytes read between two calls of the progress callback.
 const PROGRESS_BYTES: u64 = 1 << 20;
 /// The longest prompt with its completion. They are tokenized at once, in about 100 bytes of memory per byte.
-const PAIR_BYTES_MAX: usize = 1 << 20;
+const COMPLETION_BYTES_MAX: usize = 1 << 20;
 
 /// The place of a document: the index of its file, and its place there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,8 +45,10 @@ pub(super) enum DocumentPart<'a> {
     Pair { prompt: String, completion: String },
     /// A conversation, at least one message long.
     Conversation(Box<Conversation>),
-    /// A checked record that no training objective uses.
-    Unused,
+    /// A prompt with a chosen and a rejected answer.
+    Preference(PreferencePair),
+    /// A completion with a verdict, which no objective uses.
+    Verdict,
     /// A document without text.
     Empty,
 }
@@ -121,13 +123,20 @@ impl SourceReader<'_> {
         match document {
             Document::Text(text) => self.read_text(&mut text.as_bytes(), origin, counter, on_part),
             Document::Tokens(line) => self.read_tokens(line, origin, on_part),
-            Document::Pair { prompt, completion } if prompt.len() + completion.len() > PAIR_BYTES_MAX => {
-                let limit = Bytes(PAIR_BYTES_MAX as u64);
-                Err(DataError::PairTooLong { location: self.location(origin), limit })
+            Document::Pair { prompt, completion } if prompt.len() + completion.len() > COMPLETION_BYTES_MAX => {
+                let limit = Bytes(COMPLETION_BYTES_MAX as u64);
+                Err(DataError::CompletionTooLong { location: self.location(origin), limit })
             }
             Document::Pair { prompt, completion } => on_part(origin, DocumentPart::Pair { prompt, completion }),
             Document::Conversation(conversation) => on_part(origin, DocumentPart::Conversation(conversation)),
-            Document::Preference => on_part(origin, DocumentPart::Unused),
+            Document::Preference(PreferencePair::Texts { prompt, answers })
+                if prompt.len() + answers.iter().map(String::len).max().unwrap_or(0) > COMPLETION_BYTES_MAX =>
+            {
+                let limit = Bytes(COMPLETION_BYTES_MAX as u64);
+                Err(DataError::CompletionTooLong { location: self.location(origin), limit })
+            }
+            Document::Preference(pair) => on_part(origin, DocumentPart::Preference(pair)),
+            Document::Verdict => on_part(origin, DocumentPart::Verdict),
             Document::Empty => on_part(origin, DocumentPart::Empty),
         }
     }

@@ -54,6 +54,14 @@ pub enum TemplateError {
         /// The largest size.
         limit: usize,
     },
+    /// The template writes earlier turns of an answer differently, so that the answer is no single document.
+    #[error(
+        "the chat template writes earlier turns of this answer differently, which gives {documents} samples; expected one"
+    )]
+    SplitAnswer {
+        /// Number of documents.
+        documents: usize,
+    },
     /// The template cannot be parsed.
     #[error("chat template {}: {reason}", place(template, *line))]
     Syntax {
@@ -123,6 +131,9 @@ impl TemplateError {
             }
             TemplateError::MasksDiffer { .. } => {
                 "correct the generation blocks in a copy of the template, and name it in data.template".to_owned()
+            }
+            TemplateError::SplitAnswer { .. } => {
+                "end each answer with one message of the assistant, or name another template in data.template".to_owned()
             }
             TemplateError::Syntax { .. } | TemplateError::TooLong { .. } => {
                 "correct the template, or name another one in data.template".to_owned()

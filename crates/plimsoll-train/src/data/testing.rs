@@ -52,6 +52,7 @@ impl TestData {
             vocab: 1 << 30,
             end_token: None,
             chat: super::ChatSpec::default(),
+            pairs: false,
         };
         TestData { folder, spec, tokenizer: None }
     }

@@ -69,6 +69,11 @@ impl TrainingData {
         self.sources[0].is_packed()
     }
 
+    /// Returns whether rows hold pairs of answers ([`Dataset::has_pairs`]).
+    pub fn has_pairs(&self) -> bool {
+        self.sources[0].has_pairs()
+    }
+
     /// Returns the number of rows of all sources, which is the length of an epoch. Never 0.
     pub fn rows(&self) -> u64 {
         self.sum(Dataset::rows)

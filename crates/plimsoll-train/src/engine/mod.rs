@@ -6,6 +6,7 @@
 //! | `open` | opening of one device, measurement of the charges of a GPU |
 //! | `tensors` | input and output tensors of the Programs |
 //! | `evaluation` | evaluation of rows |
+//! | `score` | log-probabilities of labels |
 //! | `generation` | prompts and new tokens, with the key-value cache |
 //! | `tensor_files` | file access of Programs that load or save tensors |
 //! | `failure` | failures of work on a device |
@@ -18,6 +19,7 @@ pub(crate) mod failure;
 mod generation;
 pub(crate) mod open;
 mod placeholder;
+mod score;
 pub mod tensor_files;
 mod tensors;
 
@@ -60,14 +62,15 @@ pub struct StepInput {
     /// Limit of the global gradient norm. Gradients with a larger norm are scaled down to this norm. 0 disables
     /// clipping.
     pub clip_norm: f64,
-    /// Number of labelled tokens in the whole step, summed over all devices.
-    pub labelled_tokens: u64,
+    /// Number by which the weighted sum of losses is divided. Without other weights, it is the number of labelled tokens in
+    /// the whole step, summed over all devices.
+    pub loss_divisor: u64,
 }
 
 /// Loss and gradient norm of a step. Both are known before the weights are updated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepLoss {
-    /// Mean loss over the labelled tokens of the step.
+    /// Weighted sum of the losses of the step, divided by [`StepInput::loss_divisor`].
     pub loss: f64,
     /// Global gradient norm before clipping.
     pub norm: f64,
@@ -109,6 +112,9 @@ pub struct Engine {
 
 /// Value of `Engine::next_update_op` once all ops of the update are done.
 const UPDATE_DONE: u32 = u32::MAX;
+
+/// The Programs that an injected slowdown affects.
+const SLOWED_PROGRAMS: [ProgramKind; 3] = [ProgramKind::Score, ProgramKind::Forward, ProgramKind::Backward];
 
 /// Compute time of one worker in one step, from the start of the step to the gradient norm. Excludes the update and
 /// waits for other workers.
@@ -368,8 +374,7 @@ impl Engine {
             return Ok(());
         }
         faults.check_presence(call.program.name())?;
-        let slowdown =
-            if [ProgramKind::Forward, ProgramKind::Backward].contains(&call.program) { faults.slowdown() } else { 1.0 };
+        let slowdown = if SLOWED_PROGRAMS.contains(&call.program) { faults.slowdown() } else { 1.0 };
         let must_sleep = !device.set_compute_slowdown(slowdown) && slowdown > 1.0;
         let (start, before) = (Instant::now(), device.compute_seconds());
         let length = tensors.op_counts.get(&call.program).copied().unwrap_or(1);
@@ -485,7 +490,7 @@ impl Engine {
     ) -> Result<StepLoss, DeviceError> {
         // A step without any label still decays the moments.
         self.next_update_op = 1;
-        let inverse_tokens = if input.labelled_tokens == 0 { 0.0 } else { 1.0 / input.labelled_tokens as f64 };
+        let inverse_tokens = if input.loss_divisor == 0 { 0.0 } else { 1.0 / input.loss_divisor as f64 };
         let corrections = input.betas.map(|beta| 1.0 - beta.powf(input.step as f64));
         self.set_scalars(&[
             (Scalar::Step, input.step as f64),

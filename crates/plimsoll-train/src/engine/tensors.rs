@@ -48,6 +48,9 @@ pub(super) struct TensorTable {
     /// Inputs of an evaluation, and the output tensor that marks correct predictions. The outer `None` means that the
     /// plan does not evaluate, the inner `None` that this device does not compute the loss.
     pub(super) evaluate: Option<(BatchInputs, Option<TensorId>)>,
+    /// Inputs of a score, and the output tensor with log-probabilities. The outer `None` means that the plan computes no
+    /// scores, the inner `None` that this device does not compute the loss.
+    pub(super) score: Option<(BatchInputs, Option<TensorId>)>,
     pub(super) prefill: Option<GenerationTensors>,
     pub(super) decode: Option<GenerationTensors>,
     /// Number of sequences that are generated at once, each with a slot of the key-value cache; 0 without generation.
@@ -69,6 +72,7 @@ impl TensorTable {
             train: None,
             in_flight: 1,
             evaluate: None,
+            score: None,
             prefill: None,
             decode: None,
             slots: 0,
@@ -81,10 +85,11 @@ impl TensorTable {
     /// Creates the table for `set`: looks up, by name, the tensors that the engine reads and writes.
     pub(super) fn of(set: &ProgramSet) -> TensorTable {
         let train = set.program(ProgramKind::Forward).map(|program| BatchInputs::of(set, program, "train"));
-        let evaluate = set.program(ProgramKind::Evaluate).map(|program| {
-            let correct = listed_tensor(set, &program.outputs, "evaluate.correct");
-            (BatchInputs::of(set, program, "evaluate"), correct)
-        });
+        let with_output = |kind: ProgramKind, output: &str| {
+            let program = set.program(kind)?;
+            let output = listed_tensor(set, &program.outputs, &format!("{kind}.{output}"));
+            Some((BatchInputs::of(set, program, kind.name()), output))
+        };
         let decode = GenerationTensors::of(set, ProgramKind::Decode);
         let slots = decode.map_or(0, |decode| decode.chunk);
         let cached = set.find("cache_keys").map_or(0, |keys| set.tensor(keys).shape[0] as usize);
@@ -93,7 +98,8 @@ impl TensorTable {
             metrics: find_tensor(set, METRICS),
             in_flight: count_in_flight(set),
             train,
-            evaluate,
+            evaluate: with_output(ProgramKind::Evaluate, "correct"),
+            score: with_output(ProgramKind::Score, "log_probabilities"),
             prefill: GenerationTensors::of(set, ProgramKind::Prefill),
             decode,
             slots,

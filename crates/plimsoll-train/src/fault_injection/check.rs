@@ -142,7 +142,12 @@ impl Injection {
                 .failure(&format!("this run has no Program `{program}`"))
                 .hint(format!("its Programs are {}", names.join(", "))));
         };
-        if let Some(step) = step.filter(|step| (*step == 0) != START_PROGRAMS.contains(&program)) {
+        let runs_in = |step: u64| match (step, START_PROGRAMS.contains(&program)) {
+            // Reference scores are computed before the first step.
+            (0, at_start) => at_start || found.kind == ProgramKind::Score,
+            (_, at_start) => !at_start,
+        };
+        if let Some(step) = step.filter(|step| !runs_in(*step)) {
             let start = START_PROGRAMS.join(", ");
             return Err(self
                 .failure(&format!("`{program}` does not run in step {step}"))

@@ -15,7 +15,7 @@ use plimsoll_program::ProgramKind;
 
 /// Names that `--inject-oom` and `--inject-loss` know as `PROGRAM`: Programs, the opening of a device, and the switch
 /// to another plan.
-pub const PROGRAMS: [&str; 16] = [
+pub const PROGRAMS: [&str; 17] = [
     OPEN,
     ProgramKind::Load.name(),
     ProgramKind::InitOptimizer.name(),
@@ -25,6 +25,7 @@ pub const PROGRAMS: [&str; 16] = [
     ProgramKind::GradientNorm.name(),
     ProgramKind::Update.name(),
     ProgramKind::Evaluate.name(),
+    ProgramKind::Score.name(),
     ProgramKind::Prefill.name(),
     ProgramKind::Decode.name(),
     ProgramKind::Save.name(),

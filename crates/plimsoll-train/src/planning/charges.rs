@@ -62,7 +62,7 @@ pub(crate) fn adopt_previous_charges(devices: &mut [DeviceSpec], previous: Optio
 /// Returns charges (bytes outside the arena) slightly below those that this process has now. If no plan fits with the
 /// measured charges, planning is tried once more with these.
 pub(crate) fn near_fit_charges(run: &RunRequest) -> Bytes {
-    process_charges_minus(NEAR_FIT_BYTES, run.batch_sequences(), u64::from(run.data.sequence))
+    process_charges_minus(NEAR_FIT_BYTES, run.buffered_sequences(), u64::from(run.data.sequence))
 }
 
 /// Returns the bytes that Programs take in the memory of a process, beyond what every process is charged with. `sets`

@@ -3,7 +3,7 @@
 //! process can only be measured there.
 
 use super::prepare::{PreparedRun, prepare};
-use crate::config::{Length, RunConfig};
+use crate::config::{DpoLoss, DpoSection, Length, RunConfig};
 use crate::data::{BatchSampler, RowOrder};
 use crate::resolve::RunRequest;
 use crate::resolve::charges::CHARGE_GRANULARITY;
@@ -54,7 +54,7 @@ pub fn demand(run: RunRequest, start: Instant) -> Result<RunDemand, Failure> {
         rows: train.rows(),
         step_seconds: plan.predicted.step_seconds,
         fastest_step_seconds,
-        evaluate_seconds: micro_batches as f64 * seconds(ProgramKind::Evaluate),
+        evaluate_seconds: micro_batches as f64 * (seconds(ProgramKind::Evaluate) + seconds(ProgramKind::Score)),
         checkpoint_seconds: seconds(ProgramKind::Checkpoint),
         files_seconds: seconds(ProgramKind::Load) + seconds(ProgramKind::InitOptimizer) + seconds(ProgramKind::Save),
         prepare_seconds,
@@ -112,6 +112,9 @@ pub fn demand_key(run: &RunConfig) -> String {
     (train.weight_decay, train.eps, train.clip_norm) = (defaults.weight_decay, defaults.eps, defaults.clip_norm);
     (train.seed, train.eval_every, train.save_every) = (defaults.seed, defaults.eval_every, defaults.save_every);
     (train.save_every_minutes, train.keep) = (defaults.save_every_minutes, defaults.keep);
+    let objective = &mut key.dpo;
+    (objective.beta, objective.label_smoothing) = (DpoSection::default().beta, 0.0);
+    objective.loss_type = DpoLoss::default();
     key.run.dir = String::new();
     key.to_toml()
 }
@@ -165,6 +168,7 @@ mod tests {
         let key = |setting: &str| demand_key(&run(&["train.steps=3", setting]));
         assert_eq!(key("train.learning_rate=1e-3"), key("train.seed=2"));
         assert_eq!(key("train.steps=9"), key("run.dir=another"));
+        assert_eq!(key("dpo.beta=0.5"), key("dpo.loss_type=ipo"));
         for other in ["train.batch_tokens=1024", "train.method=lora", "memory.allow=bf16", "recipe.micro_batch=2"] {
             assert_ne!(key(other), key("train.seed=2"), "{other}");
         }

@@ -501,7 +501,7 @@ impl<'a> Planner<'a> {
     /// nothing if the planner takes charges as the device specifications state them.
     fn measure_process(&self, devices: &mut [DeviceSpec]) {
         if self.charges == Charges::Measured {
-            let (sequences, sequence) = (self.run.batch_sequences(), u64::from(self.run.data.sequence));
+            let (sequences, sequence) = (self.run.buffered_sequences(), u64::from(self.run.data.sequence));
             devices.iter_mut().for_each(|device| set_process_charges(device, sequences, sequence));
         }
     }

@@ -7,7 +7,7 @@ use super::planner::{Charges, Planner, team_of_one};
 use super::previous_plan::PreviousPlan;
 use super::request::{host_spec, staging_bytes};
 use super::team_plan::TeamPlan;
-use crate::config::{DataSource, LoraSection};
+use crate::config::{DataSource, LoraSection, Objective};
 use crate::data::{self, ChatSpec, DataError, DataSpec, Dataset, RecordFormat, TrainingData};
 use crate::files::{AdapterConfig, AdapterDir};
 use crate::resolve::charges::process_charges;
@@ -117,13 +117,13 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let known = known.or(nominal.as_ref().map(|nominal| &nominal.known));
     let previous = known.or(previous);
     let threads = resolved.device.threads as usize;
-    let charges_before = process_charges(run.batch_sequences(), u64::from(run.data.sequence));
+    let charges_before = process_charges(run.buffered_sequences(), u64::from(run.data.sequence));
     let train = read_training_data(&run, &resolved.model, threads)??;
     let has_eval = !run.data.eval.is_empty();
     let eval = has_eval.then(|| open_dataset(&run, &resolved.model, &run.data.eval, threads)).transpose()?;
     let model = Arc::get_mut(&mut resolved.model).expect("only `resolved` holds the model before it is planned");
     model.stop_at(&train.end_tokens());
-    let process_grew = process_charges(run.batch_sequences(), u64::from(run.data.sequence)) > charges_before;
+    let process_grew = process_charges(run.buffered_sequences(), u64::from(run.data.sequence)) > charges_before;
     let mut planned = plan_with_open_data(&run, &mut resolved, previous, eval.as_ref().map(Dataset::rows))?;
     let devices = planned.assignments.iter().map(|assignment| &assignment.device);
     add_notes(&mut planned.plan, devices, &run, &resolved.model);
@@ -302,6 +302,7 @@ fn read_source(
             train_on_end: run.data.train_on_end,
             not_prefix: run.data.not_prefix,
         },
+        pairs: run.train.objective == Objective::Dpo,
     };
     let never_stop = &mut |_, _| ControlFlow::Continue(());
     let mut open = |folder: &Path| Dataset::open(&spec, model.tokenizer().as_deref(), folder, threads, never_stop);

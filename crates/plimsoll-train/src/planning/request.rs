@@ -2,7 +2,7 @@
 //! choices, host and scratch file that a run file sets or leaves open. [`Planner`](super::planner::Planner) makes plans
 //! of them.
 
-use crate::config::{Length, MAX_BATCH_TOKENS, Method, Optimizer, ParallelismChoice, RunConfig};
+use crate::config::{Length, MAX_BATCH_TOKENS, Method, Objective, Optimizer, ParallelismChoice, RunConfig};
 use crate::resolve::example::model_is_example;
 use crate::resolve::model::Model;
 use crate::resolve::nominal::{self, plannable_memory};
@@ -38,6 +38,7 @@ pub(crate) fn plan_request<'a>(
     check_supported(&model.config, precision, Kernels::for_device(device))?;
     check_size(&model.config, run.batch_sequences() * u64::from(run.data.sequence))?;
     let train = work == Workload::Train;
+    let scores = train && run.train.objective == Objective::Dpo;
     let rungs = run.train.rungs.as_deref().unwrap_or_default();
     let request = PlanRequest {
         config: &model.config,
@@ -46,7 +47,8 @@ pub(crate) fn plan_request<'a>(
         sequences: run.batch_sequences(),
         source: model.source(run),
         optimizer: train.then(|| optimizer(run)),
-        evaluate: work == Workload::Evaluate || train && !run.data.eval.is_empty(),
+        evaluate: work == Workload::Evaluate || train && !scores && !run.data.eval.is_empty(),
+        score: scores,
         generation: match work {
             Workload::Train => sample_generation(run, model),
             Workload::Evaluate => None,
@@ -151,12 +153,14 @@ pub(crate) fn team_request<'a>(
     })
 }
 
-/// Returns how often a run evaluates, and on how many rows; `None` without evaluation data. The interval is 0 for a run
+/// Returns how often a run evaluates by a Program of its own, and on how many rows. Returns `None` without evaluation data,
+/// and for an objective that evaluates by scores, which only the training devices do. The interval is 0 for a run
 /// that evaluates only at its end. `rows` is `None` until the evaluation data have been read.
 pub(crate) fn evaluation_schedule(run: &RunConfig, rows: Option<u64>) -> Option<EvaluationSchedule> {
     let ends_before = matches!(run.length(), Some(Length::Steps(steps)) if run.train.eval_every >= steps);
     let every = if ends_before { 0 } else { run.train.eval_every };
-    (!run.data.eval.is_empty()).then_some(EvaluationSchedule { every, rows })
+    let evaluates = run.train.objective == Objective::Supervised && !run.data.eval.is_empty();
+    evaluates.then_some(EvaluationSchedule { every, rows })
 }
 
 /// Returns the training method and the adapters of a run, and the lossy rungs (steps of the memory ladder that change

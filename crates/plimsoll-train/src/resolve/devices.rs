@@ -251,7 +251,7 @@ fn assumed_charges(run: &RunRequest) -> Bytes {
         return nominal::process_charges(run);
     }
     let held = run.process_bytes.unwrap_or_else(process_bytes);
-    charges_of(held, run.batch_sequences(), u64::from(run.data.sequence))
+    charges_of(held, run.buffered_sequences(), u64::from(run.data.sequence))
 }
 
 /// Returns the processor of this machine as a device. `budget` is its load line in `run.devices`, if the user gave one

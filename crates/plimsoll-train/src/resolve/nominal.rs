@@ -29,7 +29,7 @@ pub(crate) fn plannable_memory(run: &RunRequest) -> Bytes {
 /// Returns the nominal charges (bytes outside the arena) of a CPU or virtual device in this process. The memory of a
 /// process depends on caches and on its earlier work. A process that trains on tokenized data holds less than this.
 pub(super) fn process_charges(run: &RunRequest) -> Bytes {
-    PROCESS_BYTES + Loader::max_bytes(run.batch_sequences(), u64::from(run.data.sequence))
+    PROCESS_BYTES + Loader::max_bytes(run.buffered_sequences(), u64::from(run.data.sequence))
 }
 
 /// Returns the nominal rates of a CPU with `threads` threads.

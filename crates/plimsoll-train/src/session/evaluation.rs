@@ -154,8 +154,19 @@ impl Session {
     fn evaluate_on_team(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let Some(data) = self.context.eval.clone() else { return Ok(()) };
         let start = Instant::now();
-        let sum = self.run_with_recovery(log, |session| session.team.evaluate(&data))?;
-        Ok(self.record_evaluation(self.info.step, sum, start.elapsed().as_secs_f64(), None, log)?)
+        let (sum, preferences) = match self.preference {
+            Some(_) => self.evaluate_pairs(&data, log).map(|(sum, figures)| (sum, Some(figures)))?,
+            None => (self.run_with_recovery(log, |session| session.team.evaluate(&data))?, None),
+        };
+        let step = self.info.step;
+        if let Some(figures) = preferences {
+            log.emit(Event::Preferences { step, evaluation: true, figures })?;
+        }
+        self.record_evaluation(step, sum, start.elapsed().as_secs_f64(), None, log)?;
+        if let Some((_, eval)) = &mut self.last_eval {
+            eval.preferences = preferences;
+        }
+        Ok(())
     }
 
     /// Records and logs the result of an evaluation; `device` names the evaluator, `None` means the team.
@@ -168,7 +179,7 @@ impl Session {
         log: &mut EventLog,
     ) -> Result<(), Failure> {
         let exact_match = sum.exact_match();
-        self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match }));
+        self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match, preferences: None }));
         log.emit(Event::Evaluation { step, loss: sum.loss(), exact_match, tokens: sum.tokens, seconds, device })
     }
 

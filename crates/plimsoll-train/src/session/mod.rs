@@ -23,6 +23,7 @@
 //! | `load_changes` | changed load lines and memory pressure |
 //! | `rebalance` | changes of the team and of its shares |
 //! | `evaluation` | evaluation on the team, or on a device outside it |
+//! | `preference` | steps and evaluations over pairs of answers (DPO) |
 //! | `evaluator` | the device outside the team that evaluates |
 //! | `checkpoint` | format of checkpoints, reading and writing them |
 //! | `run_folder` | files of a run: plan, checkpoints, model, result |
@@ -48,6 +49,7 @@ pub mod length;
 mod load_changes;
 mod opening;
 pub mod outcome;
+mod preference;
 pub(crate) mod rebalance;
 pub(crate) mod recover;
 pub(crate) mod run_folder;

@@ -8,6 +8,7 @@ use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
 use crate::planning::prepare::PreparedRun;
 use crate::planning::team_plan::{TeamPlan, WorkerAssignment};
+use crate::preference::Preference;
 use crate::recovery::stragglers::StragglerDetector;
 use crate::resolve::cpu_duty;
 use crate::session::checkpoint::{self, Checkpoint, CheckpointInfo};
@@ -88,6 +89,7 @@ impl Session {
             team: Team::empty(context.run.remote.clone(), abandoned.clone()),
             plan,
             current_step: info.step,
+            preference: Preference::of(context.run.train.objective, &context.run.dpo),
             state_loaded: false,
             checkpoints: Checkpointer::new(saves, info.step),
             recovery: RecoveryState::default(),
@@ -208,7 +210,7 @@ impl Session {
 
     /// Loads weights and optimizer state from a checkpoint, or initializes them without one. A LoRA run always reads
     /// its frozen base weights from the model.
-    fn load_state(&mut self, checkpoint: Option<&Arc<Checkpoint>>) -> Result<(), DeviceFailure> {
+    pub(crate) fn load_state(&mut self, checkpoint: Option<&Arc<Checkpoint>>) -> Result<(), DeviceFailure> {
         let (model, run) = (Arc::clone(&self.context.resolved.model), self.context.run.clone());
         let (checkpoint, frozen) = (checkpoint.cloned(), run.train.method == Method::Lora);
         self.team.on_all(move |_, engine| {

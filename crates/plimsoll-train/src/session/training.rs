@@ -4,11 +4,12 @@
 //! Device failures are handled in `recover` and `device_loss`, changes of the team in `rebalance`. These modules extend
 //! `Session` with their own `impl` blocks.
 
-use crate::data::{Loader, Rows};
+use crate::data::{Batch, Loader};
 use crate::engine::{StepInput, StepLoss};
 use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
 use crate::inference::samples::{TokenSample, generate_samples};
+use crate::preference::Preference;
 use crate::recovery::failures::Work;
 use crate::recovery::stragglers::StragglerDetector;
 use crate::session::checkpoint::CheckpointInfo;
@@ -47,6 +48,8 @@ pub(crate) struct Session {
     pub(crate) info: CheckpointInfo,
     /// Step in progress; between two steps, the last finished one.
     pub(crate) current_step: u64,
+    /// The objective over pairs of answers; `None` for other objectives.
+    pub(crate) preference: Option<Preference>,
     /// Whether weights and optimizer state are loaded.
     pub(crate) state_loaded: bool,
     /// Whether and when checkpoints are written.
@@ -164,11 +167,14 @@ impl Session {
     /// Runs steps until the run is finished or `stop` becomes true. After each step it evaluates, saves and adapts as
     /// needed.
     fn train_steps(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<RunStatus, StepInterrupt> {
+        if !self.complete_reference(log, stop)? {
+            return Ok(RunStatus::Stopped);
+        }
         self.redo_interrupted_evaluation(log)?;
         let mut loader = Loader::start(Arc::clone(&self.context.data), self.context.batches, self.info.step);
         while !self.is_finished() {
             let Some(batch) = loader.next_batch()? else { break };
-            self.step(&mut batch.rows, batch.labelled_tokens, log)?;
+            self.step(batch, log)?;
             self.poll_evaluation(log)?;
             self.save_if_all_workers_remote(log)?;
             let step = self.info.step;
@@ -200,18 +206,24 @@ impl Session {
     /// Until the update begins the weights are unchanged, so a failed step is dropped and repeated with the same rows.
     /// Once the update has begun, the step is no longer dropped: after a failure the update continues, or the run
     /// restarts from a checkpoint.
-    fn step(&mut self, rows: &mut Rows, labelled_tokens: u64, log: &mut EventLog) -> Result<(), StepInterrupt> {
+    fn step(&mut self, batch: &mut Batch, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let step = self.info.step + 1;
         let start = Instant::now();
+        self.current_step = step;
+        self.team.begin_step(step);
+        let preferences = self.set_pair_weights(batch, log)?;
+        let Batch { rows, labelled_tokens, .. } = batch;
+        let (tokens, labelled_tokens) = (rows.tokens.len() as u64, *labelled_tokens);
         let train = &self.context.run.train;
         let progress = schedule_progress(&self.context.run, &self.info, step);
         let rate = learning_rate(train.schedule, train.learning_rate, step, train.warmup_steps, progress);
+        let loss_divisor = preferences.map_or(labelled_tokens, |sums| sums.pairs);
         let input =
-            StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, labelled_tokens };
-        let tokens = rows.tokens.len() as u64;
-        self.current_step = step;
-        self.team.begin_step(step);
-        let found = self.run_with_recovery(log, |session| session.team.gradients(rows, &input))?;
+            StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, loss_divisor };
+        let mut found = self.run_with_recovery(log, |session| session.team.gradients(rows, &input))?;
+        if let Some(sums) = &preferences {
+            found.loss = sums.loss();
+        }
         if !found.is_finite() {
             return Err(StepInterrupt::Stop { failure: not_finite(step, found), state_intact: true });
         }
@@ -224,6 +236,9 @@ impl Session {
         self.info.step = step;
         self.info.elapsed_seconds += seconds;
         let loss = self.record_step_loss(found.loss, labelled_tokens, log)?;
+        if let Some(sums) = &preferences {
+            log.emit(Event::Preferences { step, evaluation: false, figures: sums.figures() })?;
+        }
         log.emit(Event::Step {
             step,
             loss,

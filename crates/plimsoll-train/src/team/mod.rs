@@ -41,6 +41,7 @@ use plimsoll_device::error::DeviceError;
 use plimsoll_device::transport::Transport;
 use plimsoll_program::ProgramKind;
 use run_on_all::{Job, JobOutcome, Task, run_on_all};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -310,33 +311,64 @@ impl Team {
     /// # Errors
     /// The failure of a worker; the step is dropped on all of them.
     pub fn gradients(&mut self, rows: &mut Rows, input: &StepInput) -> Result<StepLoss, DeviceFailure> {
-        if let Some(only) = self.sole_unmonitored() {
-            return Ok(only.engine.gradients(rows, input, 1)?);
-        }
         let (input, min_micro_batches) = (*input, self.common_micro_batches());
-        let found = self.run_tasks(&mut NoFiles, |_, worker| {
-            let own = worker.own_range(rows.len());
-            let mut own_rows = std::mem::take(&mut worker.rows);
-            own_rows.copy_from(rows, own);
-            // A worker may have no rows for some micro-batches, but the others need its part of the state.
-            Some(Box::new(move |engine, _| {
-                engine
-                    .gradients(&mut own_rows, &input, min_micro_batches)
-                    .map(|found| (found, own_rows))
-                    .map_err(DeviceFailure::from)
-            }))
-        })?;
-        let mut losses = Vec::new();
-        for (worker, (loss, rows)) in self.workers.iter_mut().zip(found) {
-            // The buffer is reused in the next step.
-            worker.rows = rows;
-            losses.push(loss);
+        if let Some(only) = self.sole_unmonitored() {
+            return Ok(only.engine.gradients(rows, &input, 1)?);
         }
+        let losses =
+            self.on_own_rows(rows, move |engine, own_rows| engine.gradients(own_rows, &input, min_micro_batches))?;
         // Storage-only workers have no compute time, and a single worker is not compared.
         if self.workers.len() > 1 {
             self.workers.iter_mut().filter(|worker| worker.sequences > 0).for_each(Worker::record_compute_time);
         }
         Ok(losses[0])
+    }
+
+    /// Computes the log-probability of each label of `rows`, at most a step's rows, under the present weights. Each worker
+    /// takes the rows that it has in a step. Returns one value for each position, `[R, T]`; 0 for positions without label.
+    ///
+    /// # Errors
+    /// The failure of a worker; no scores are returned then.
+    pub fn score(&mut self, rows: &mut Rows) -> Result<Vec<f64>, DeviceFailure> {
+        if let Some(only) = self.sole_unmonitored() {
+            return Ok(only.engine.score(rows, 1)?.unwrap_or_default());
+        }
+        let min_micro_batches = self.common_micro_batches();
+        let positions = rows.tokens.len() / rows.len().max(1);
+        let ranges: Vec<Range<usize>> = self.workers.iter().map(|worker| worker.own_range(rows.len())).collect();
+        let found = self.on_own_rows(rows, move |engine, own_rows| engine.score(own_rows, min_micro_batches))?;
+        let mut scores = vec![0.0; rows.tokens.len()];
+        for (range, own) in ranges.into_iter().zip(found) {
+            if let Some(own) = own {
+                scores[range.start * positions..range.end * positions].copy_from_slice(&own);
+            }
+        }
+        Ok(scores)
+    }
+
+    /// Runs work on all workers in parallel, each with a copy of its own part of a step's rows. Returns the results in
+    /// rank order.
+    fn on_own_rows<T: Send + 'static>(
+        &mut self,
+        rows: &Rows,
+        work: impl Fn(&mut Engine, &mut Rows) -> Result<T, DeviceError> + Send + Sync + 'static,
+    ) -> Result<Vec<T>, DeviceFailure> {
+        let work = Arc::new(work);
+        let found = self.run_tasks(&mut NoFiles, |_, worker| {
+            let own = worker.own_range(rows.len());
+            let mut own_rows = std::mem::take(&mut worker.rows);
+            own_rows.copy_from(rows, own);
+            let work = Arc::clone(&work);
+            // A worker may have no rows for some micro-batches, but the others need its part of the state.
+            Some(Box::new(move |engine, _| {
+                work(engine, &mut own_rows).map(|result| (result, own_rows)).map_err(DeviceFailure::from)
+            }))
+        })?;
+        let reuse = |(worker, (result, rows)): (&mut Worker, (T, Rows))| {
+            worker.rows = rows;
+            result
+        };
+        Ok(self.workers.iter_mut().zip(found).map(reuse).collect())
     }
 
     /// Records the measured seconds of a step in a team of one; does nothing in a larger team.

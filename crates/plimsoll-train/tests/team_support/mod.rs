@@ -229,6 +229,7 @@ impl Case {
             source: WeightSource::Random { seed: 3 },
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
             evaluate: true,
+            score: false,
             generation: Some(Generation { slots: 1, capacity: 8, chunk: 3 }),
             device,
             host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
@@ -420,8 +421,8 @@ impl Team {
     pub fn gradients(&mut self, step: u64) -> Vec<Result<StepLoss, DeviceError>> {
         let case = self.case.clone();
         let vocab = case.config.vocab;
-        let labelled_tokens = rows(0..case.sequences(), vocab, step).labelled_tokens();
-        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, labelled_tokens };
+        let loss_divisor = rows(0..case.sequences(), vocab, step).labelled_tokens();
+        let input = StepInput { step, learning_rate: 1e-2, betas: [0.9, 0.95], clip_norm: 0.3, loss_divisor };
         let at_least = |rank| case.share(rank).micro_batches.max(1);
         self.each(|rank, engine| engine.gradients(&mut rows(case.own(rank), vocab, step), &input, at_least(rank)))
     }

@@ -14,7 +14,7 @@
 
 use super::tfrecord::{Content, Scalar, record};
 use crate::snapshot::run_folder::StoredFile;
-use plimsoll_core::{Bytes, Event, HeldMemory, Plan, Record};
+use plimsoll_core::{Bytes, Event, HeldMemory, Plan, PreferenceFigures, Record};
 use plimsoll_device::private_file;
 use std::fs::File;
 use std::io::{self, Write};
@@ -78,6 +78,9 @@ impl TensorBoard {
                 let known = [scalar("eval/loss", *loss), scalar("eval/runtime", *seconds)];
                 (*step, known.into_iter().chain(exact_match).collect())
             }
+            Event::Preferences { step, evaluation, figures } => {
+                (*step, scalars_of_preferences(if *evaluation { "eval" } else { "train" }, figures))
+            }
             _ => return Ok(()),
         };
         self.append(&record(*time, step, &Content::Scalars(&scalars)), *time)
@@ -115,6 +118,17 @@ impl TensorBoard {
         scalars.extend(memory.iter().flatten().flat_map(|held| scalars_of_memory(held, plan)));
         scalars
     }
+}
+
+/// Returns the rewards of pairs of answers, with the names of TRL.
+fn scalars_of_preferences(of: &str, figures: &PreferenceFigures) -> Vec<Scalar> {
+    let named = [
+        ("chosen", figures.chosen_reward),
+        ("rejected", figures.rejected_reward),
+        ("accuracies", figures.accuracy),
+        ("margins", figures.margin()),
+    ];
+    named.map(|(name, value)| scalar(&format!("{of}/rewards/{name}"), value)).into()
 }
 
 /// Returns the memory of a device, with its plan and its load line, as far as they are known.

@@ -4,7 +4,7 @@ use super::plot::Plot;
 use super::{DeviceReport, MemoryPair, ProgramMemory, Report};
 use crate::progress::recovery_line;
 use crate::snapshot::HistoryPoint;
-use crate::snapshot::run_notes::Newest;
+use crate::snapshot::run_notes::{EvaluationNote, Newest};
 use crate::text::{count, percent, seconds};
 use plimsoll_core::{Bytes, MeasuredBy, format_count};
 use std::time::{Duration, UNIX_EPOCH};
@@ -398,14 +398,21 @@ fn history(report: &Report) -> Section {
     section("History", if plots.is_empty() { vec![] } else { vec![Part::Plots(plots)] })
 }
 
+/// Returns the share of right answers in an evaluation, or of pairs in which the chosen answer is preferred.
+fn share_of(evaluation: &EvaluationNote) -> Option<f64> {
+    evaluation.exact_match.or(evaluation.preferences.map(|figures| figures.accuracy))
+}
+
 fn evaluations(report: &Report) -> Section {
     let Newest { earlier, listed } = &report.evaluations;
-    let row = |evaluation: &crate::snapshot::run_notes::EvaluationNote| {
-        let exact = evaluation.exact_match.map_or("–".to_owned(), |share| percent(share, 1));
+    let row = |evaluation: &EvaluationNote| {
+        let exact = share_of(evaluation).map_or("–".to_owned(), |share| percent(share, 1));
         let by = evaluation.device.clone().unwrap_or_else(|| "the team".to_owned());
         vec![evaluation.step.to_string(), or_unknown(evaluation.loss, loss), exact, seconds(evaluation.seconds), by]
     };
-    let headings = ["after step", "loss", "exact match", "time", "evaluated by"].map(str::to_owned).to_vec();
+    let has_pairs = listed.iter().any(|evaluation| evaluation.preferences.is_some());
+    let share = if has_pairs { "chosen preferred" } else { "exact match" };
+    let headings = ["after step", "loss", share, "time", "evaluated by"].map(str::to_owned).to_vec();
     let mut parts = Vec::new();
     if !listed.is_empty() {
         parts.push(Part::Table { headings, rows: listed.iter().map(row).collect() });

@@ -1,6 +1,6 @@
 //! The events of a run that a report lists one by one: starts, evaluations, recoveries, lost devices and warnings.
 
-use plimsoll_core::{Event, Record, Recovery, RunEnvironment};
+use plimsoll_core::{Event, PreferenceFigures, Record, Recovery, RunEnvironment};
 use serde::Serialize;
 use std::collections::VecDeque;
 
@@ -62,6 +62,9 @@ pub struct EvaluationNote {
     pub loss: Option<f64>,
     /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data have no such answers.
     pub exact_match: Option<f64>,
+    /// Preferences between pairs of answers; `None` for other data.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preferences: Option<PreferenceFigures>,
     /// Seconds that the evaluation took.
     pub seconds: f64,
     /// The device that evaluated while the team trained; `None` if the team evaluated.
@@ -95,6 +98,8 @@ pub struct RunNotes {
     pub starts: Newest<StartNote>,
     /// Evaluations in the order of their steps. Those that a run repeats replace the earlier ones.
     pub evaluations: Newest<EvaluationNote>,
+    /// Preferences of an evaluation, whose event follows.
+    preferences: Option<(u64, PreferenceFigures)>,
     /// Recoveries: changes of recipe or share, and repeated work.
     pub recoveries: Newest<Recovery>,
     /// Devices that were lost or returned.
@@ -129,6 +134,7 @@ impl RunNotes {
                     step: *step,
                     loss: Some(*loss).filter(|loss| loss.is_finite()),
                     exact_match: *exact_match,
+                    preferences: self.preferences.take().filter(|(of, _)| of == step).map(|(_, figures)| figures),
                     seconds: *seconds,
                     device: device.clone(),
                 });
@@ -143,7 +149,12 @@ impl RunNotes {
                 self.team_changes.push(TeamNote { step: *step, device, returned: true, reason: None });
             }
             Event::Warning { message } => self.warnings.push(message.clone()),
-            Event::Checkpoint { .. } | Event::ThermalPause { .. } | Event::End { .. } => {}
+            Event::Preferences { step, evaluation: true, figures } => self.preferences = Some((*step, *figures)),
+            Event::Preferences { .. }
+            | Event::Reference { .. }
+            | Event::Checkpoint { .. }
+            | Event::ThermalPause { .. }
+            | Event::End { .. } => {}
         }
     }
 }

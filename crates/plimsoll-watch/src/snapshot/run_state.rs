@@ -155,7 +155,10 @@ impl RunEvents {
             Event::DeviceLost { device, .. } => self.lost_devices.push(device.clone()),
             Event::DeviceReturned { device, .. } => self.lost_devices.retain(|lost| lost != device),
             Event::End { status, .. } => self.ended = Some(status.clone()),
-            Event::ThermalPause { .. } | Event::Warning { .. } => {}
+            Event::Reference { .. }
+            | Event::Preferences { .. }
+            | Event::ThermalPause { .. }
+            | Event::Warning { .. } => {}
         }
         if let Some(text) = line {
             self.feed.push_back(FeedEntry { time: record.time, text });

@@ -233,7 +233,11 @@ fn data_summary(name: &str, data: &TrainingData) -> String {
     format!(
         "{name}: {}, {}, {} ({} labelled), {}{skipped}\n  longest: {}, {place}\n",
         formats.join(" and "),
-        format_count(data.documents(), "document"),
+        if data.has_pairs() {
+            format_count(data.documents() / 2, "pair")
+        } else {
+            format_count(data.documents(), "document")
+        },
         format_count(data.tokens(), "token"),
         data.labelled_tokens(),
         format_count(data.rows(), "row"),

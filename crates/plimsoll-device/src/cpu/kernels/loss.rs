@@ -98,14 +98,22 @@ pub fn softmax_stats<T: Real>(
 
 /// Returns the loss sum Σ weight · nll over all rows, where nll is the negative log-likelihood of a row's label.
 /// `stats[R, 4]` are those of the whole vocabulary. Sets `correct[R]` to 1 where the label has the largest logit (the
-/// first of equals), else to 0; `None` skips this.
-pub fn cross_entropy<T: Float>(stats: &[T], labels: &[i32], weights: &[T], mut correct: Option<&mut [i32]>) -> f64 {
+/// first of equals), else to 0. Sets `log_probabilities[R]` to −nll, and to 0 in rows with label −100 or weight 0.
+/// `None` skips an output.
+pub fn cross_entropy<T: Float>(
+    stats: &[T],
+    labels: &[i32],
+    weights: &[T],
+    mut correct: Option<&mut [i32]>,
+    mut log_probabilities: Option<&mut [T]>,
+) -> f64 {
     let mut sum = 0.0;
     for (row, stats) in stats.chunks_exact(STATS).enumerate() {
         let counts = labels[row] != IGNORED && weights[row] != T::ZERO;
-        if counts {
-            let nll = stats[1].ln() + stats[0] - stats[2];
-            sum += nll.to_f64() * weights[row].to_f64();
+        let nll = if counts { stats[1].ln() + stats[0] - stats[2] } else { T::ZERO };
+        sum += nll.to_f64() * weights[row].to_f64();
+        if let Some(log_probabilities) = &mut log_probabilities {
+            log_probabilities[row] = T::ZERO - nll;
         }
         if let Some(correct) = &mut correct {
             correct[row] = i32::from(counts && stats[3] != T::ZERO);

@@ -333,11 +333,12 @@ impl<T: Multiply> OpContext<'_, T> {
                 let stats = self.write_wide(stats, rows * SOFTMAX_STATS);
                 kernels::softmax_stats(pool, labelled, self.read(logits, rows * columns), stats, *begin);
             }
-            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
+            OpKind::CrossEntropy { stats, labels, weights, metrics, correct, log_probabilities, rows } => {
                 let (labels, weights) = (self.read_integers(labels, *rows), self.read_wide(weights, *rows));
                 let correct = correct.map(|correct| self.slice_of_mut::<i32>(&correct, *rows));
-                let loss =
-                    kernels::cross_entropy(self.read_wide(stats, rows * SOFTMAX_STATS), labels, weights, correct);
+                let log_probabilities = log_probabilities.map(|output| self.write_wide(&output, *rows));
+                let stats = self.read_wide(stats, rows * SOFTMAX_STATS);
+                let loss = kernels::cross_entropy(stats, labels, weights, correct, log_probabilities);
                 self.metrics(metrics)[Metric::LossSum as usize] += loss;
             }
             OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns, softcap } => {

@@ -135,15 +135,19 @@ softmax_stats(const REAL* logits, const int* labels, const float* weights, float
 }
 
 // metrics[LOSS_SUM] += Σ weight · nll over the rows, in double, from stats of the whole vocabulary; correct[R], unless
-// null: whether the label has the first largest logit. A label outside the vocabulary makes the loss NaN.
+// null: whether the label has the first largest logit; log_probabilities[R], unless null: −nll, or 0 in ignored rows. A
+// label outside the vocabulary makes the loss NaN.
 // Grid: 1. Block: 256. Shared memory: static only.
 extern "C" __global__ void __launch_bounds__(256)
-cross_entropy(const float* stats, const int* labels, const float* weights, double* metrics, int* correct, u32 rows) {
+cross_entropy(const float* stats, const int* labels, const float* weights, double* metrics, int* correct,
+              float* log_probabilities, u32 rows) {
     double sum = 0;
     for (u32 row = threadIdx.x; row < rows; row += 256) {
         const float* of = stats + row * STATS;
         bool counted = counts(labels[row], weights[row]);
-        if (counted) sum += (double)(logf(of[1]) + of[0] - of[2]) * (double)weights[row];
+        float nll = counted ? logf(of[1]) + of[0] - of[2] : 0.0f;
+        if (counted) sum += (double)nll * (double)weights[row];
+        if (log_probabilities) log_probabilities[row] = 0.0f - nll;
         if (correct) correct[row] = counted && of[3] != 0.0f;
     }
     sum = block_sum(sum);

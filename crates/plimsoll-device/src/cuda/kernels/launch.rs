@@ -322,15 +322,19 @@ pub fn softmax_stats(
 }
 
 /// Returns the launch that adds the loss of `rows` rows, Σ weight · negative log-likelihood, to `metrics`. For each row
-/// it writes 1 to `correct` if the label has the largest logit, else 0; with `None` it writes neither.
+/// it writes 1 to `correct` if the label has the largest logit, else 0, and to `log_probabilities` the f32
+/// log-probability of the label; `None` omits an output.
 pub fn cross_entropy(
     real: Real,
     [stats, labels, weights]: [Address; 3],
     metrics: Address,
     correct: Option<Address>,
+    log_probabilities: Option<Address>,
     rows: u64,
 ) -> [Launch; 1] {
-    let arguments = vec![at(stats), at(labels), at(weights), at(metrics), at(correct.unwrap_or(0)), n(rows)];
+    let outputs = [correct, log_probabilities].map(|output| at(output.unwrap_or(0)));
+    let mut arguments = vec![at(stats), at(labels), at(weights), at(metrics)];
+    arguments.extend(outputs.into_iter().chain([n(rows)]));
     [launch(unit(Family::CrossEntropy, real), "cross_entropy", 1, 256, arguments)]
 }
 

@@ -209,9 +209,10 @@ fn loss_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launch> {
             let tensors = [logits, labels, weights, stats].map(at);
             launch::softmax_stats(real, tensors, *rows, *first, *columns, *begin).to_vec()
         }
-        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, rows } => {
-            let correct = correct.as_ref().map(at);
-            launch::cross_entropy(real, [stats, labels, weights].map(at), at(metrics), correct, *rows).to_vec()
+        OpKind::CrossEntropy { stats, labels, weights, metrics, correct, log_probabilities, rows } => {
+            let [correct, log_probabilities] = [correct, log_probabilities].map(|output| output.as_ref().map(at));
+            let inputs = [stats, labels, weights].map(at);
+            launch::cross_entropy(real, inputs, at(metrics), correct, log_probabilities, *rows).to_vec()
         }
         OpKind::SoftmaxGrad { logits, labels, weights, stats, scalars, rows, first, columns, softcap } => {
             let tensors = [logits, labels, weights, stats, scalars].map(at);

@@ -47,7 +47,7 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
     all.extend(glu(real, Activation::Silu, 0, 0, rows, 28_672));
     all.extend(glu_grad(real, Activation::Silu, [0; 3], rows, 28_672));
     all.extend(softmax_stats(real, [0; 4], rows, 0, 152_064, true));
-    all.extend(cross_entropy(real, [0; 3], 0, None, rows));
+    all.extend(cross_entropy(real, [0; 3], 0, None, None, rows));
     all.extend(softmax_grad(real, [0; 5], rows, 0, 152_064, None));
     all.extend(embed(real, [0; 3], rows, 8192, 152_064, 1.0));
     all.extend(embed_grad(real, [0; 4], rows, 8192, 152_064, 1.0));

@@ -26,6 +26,19 @@ const MAX_SIMULATED: u32 = 2048;
 
 /// Predicts the seconds of a pipeline step.
 pub(in crate::team) fn step_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
+    score_seconds(stages, micro_batches) + seconds_after_scores(stages, micro_batches)
+}
+
+/// Predicts the seconds of the scores of a step: each micro-batch passes through the stages, and the slowest stage sets the
+/// pace. They end before the first forward pass.
+fn score_seconds(stages: &[StageSeconds], micro_batches: u32) -> f64 {
+    let transfer = |stage: &StageSeconds| if stage.score > 0.0 { stage.transfer } else { 0.0 };
+    let first = stages.iter().map(|stage| stage.score + transfer(stage)).sum::<f64>();
+    let slowest = stages.iter().map(|stage| stage.score).fold(0.0, f64::max);
+    first + f64::from(micro_batches.saturating_sub(1)) * slowest
+}
+
+fn seconds_after_scores(stages: &[StageSeconds], micro_batches: u32) -> f64 {
     let Some(further) = micro_batches.checked_sub(MAX_SIMULATED) else { return simulate_step(stages, micro_batches) };
     let [half, whole] = [MAX_SIMULATED / 2, MAX_SIMULATED].map(|micro_batches| simulate_step(stages, micro_batches));
     whole + f64::from(further) * (whole - half) / f64::from(MAX_SIMULATED / 2)
@@ -79,7 +92,7 @@ mod tests {
     use super::*;
 
     fn stage(forward: f64, backward: f64, transfer: f64) -> StageSeconds {
-        StageSeconds { forward, backward, transfer, per_step: 0.0 }
+        StageSeconds { forward, backward, transfer, ..StageSeconds::default() }
     }
 
     #[test]
@@ -88,6 +101,9 @@ mod tests {
         for micro_batches in [MAX_SIMULATED + 1, 3 * MAX_SIMULATED] {
             let (predicted, simulated) = (step_seconds(&stages, micro_batches), simulate_step(&stages, micro_batches));
             assert!((predicted / simulated - 1.0).abs() < 1e-3, "{predicted} for {simulated}");
+            let scored = stages.map(|stage| StageSeconds { score: stage.forward, ..stage });
+            let scores = step_seconds(&scored, micro_batches) - predicted;
+            assert!((scores / (1.25 * f64::from(micro_batches)) - 1.0).abs() < 1e-2, "{scores} for the slowest stage");
         }
         assert!(step_seconds(&stages, u32::MAX).is_finite());
     }

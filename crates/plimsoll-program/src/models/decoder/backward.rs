@@ -63,9 +63,17 @@ impl Decoder<'_> {
         let mut blocks = Vec::new();
         let top = forward.top.zip(labels).map(|((normed, head), (labels, token_weights))| {
             let dnormed = self.builder.activation("train.normed.gradient", &[rows, self.options.config.hidden], 1);
-            let (prefix, dhead, correct) = ("train.", gradients.get(&head).copied(), None);
-            let gradients = Some((dnormed, dhead));
-            blocks = self.loss(Loss { prefix, normed, head, labels, token_weights, gradients, correct });
+            let gradients = Some((dnormed, gradients.get(&head).copied()));
+            blocks = self.loss(Loss {
+                prefix: "train.",
+                normed,
+                head,
+                labels,
+                token_weights,
+                gradients,
+                correct: None,
+                log_probabilities: None,
+            });
             (normed, dnormed)
         });
 

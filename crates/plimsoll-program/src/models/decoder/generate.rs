@@ -9,21 +9,41 @@ use crate::tensor::{Index, Lifetime, Operand, TensorId};
 use plimsoll_core::{Category, DType, WorkKind};
 
 impl Decoder<'_> {
+    /// Adds the Program that computes the loss of evaluation data.
     pub(super) fn evaluate(&mut self) {
+        self.forward_with_loss(WorkKind::Evaluate, ProgramKind::Evaluate);
+    }
+
+    /// Adds the Program that computes the log-probability of each label of training data.
+    pub(super) fn score(&mut self) {
+        self.forward_with_loss(WorkKind::Score, ProgramKind::Score);
+    }
+
+    /// Adds a forward pass with its loss, as a phase of its own. Its inputs and outputs are named after `kind`. It tells
+    /// which labels had the largest logit; a score writes log-probabilities instead.
+    fn forward_with_loss(&mut self, work: WorkKind, kind: ProgramKind) {
+        let prefix = format!("{kind}.");
         let rows = self.options.micro_batch * self.options.sequence;
-        let inputs = self.inputs("evaluate.", rows, true);
-        let labels = self.labels("evaluate.", rows);
-        let forward = self.forward_over_batch("evaluate.", &inputs, false);
+        let inputs = self.inputs(&prefix, rows, true);
+        let labels = self.labels(&prefix, rows);
+        let forward = self.forward_over_batch(&prefix, &inputs, false);
         let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], Self::forward_blocks(&forward));
         if let Some(((normed, head), (labels, token_weights))) = forward.top.zip(labels) {
-            let correct = self.builder.transient("evaluate.correct", &[rows], DType::I32, Category::Activation, 1);
-            let (prefix, gradients) = ("evaluate.", None);
-            let loss = Loss { prefix, normed, head, labels, token_weights, gradients, correct: Some(correct) };
+            let (mut correct, mut log_probabilities) = (None, None);
+            let output = if kind == ProgramKind::Score {
+                let output = self.builder.statistic(&format!("{prefix}log_probabilities"), &[rows], 1);
+                *log_probabilities.insert(output)
+            } else {
+                let name = format!("{prefix}correct");
+                *correct.insert(self.builder.transient(&name, &[rows], DType::I32, Category::Activation, 1))
+            };
+            let (prefix, gradients) = (&prefix, None);
+            let loss = Loss { prefix, normed, head, labels, token_weights, gradients, correct, log_probabilities };
             blocks.extend(self.loss(loss));
             all.extend([labels, token_weights]);
-            outputs.push(correct);
+            outputs.push(output);
         }
-        let program = self.push_program(WorkKind::Evaluate, ProgramKind::Evaluate, all, outputs, blocks);
+        let program = self.push_program(work, kind, all, outputs, blocks);
         self.push_phase(vec![program]);
     }
 

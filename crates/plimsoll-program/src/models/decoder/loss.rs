@@ -85,6 +85,8 @@ pub(super) struct Loss<'a> {
     pub gradients: Option<(TensorId, Option<TensorId>)>,
     /// Output `[N]` that tells for each token whether its label had the largest logit; `None` omits it.
     pub correct: Option<TensorId>,
+    /// Output `[N]` with the log-probability of each token's label; `None` omits it.
+    pub log_probabilities: Option<TensorId>,
 }
 
 /// A range of rows (tokens) of the micro-batch, which may depend on the block's variable.
@@ -263,6 +265,7 @@ impl LossWriter<'_, '_, '_> {
             weights: rows.slice(self.loss.token_weights, 1),
             metrics: Operand::whole(self.decoder.metrics),
             correct: self.loss.correct.map(|correct| rows.slice(correct, 1)),
+            log_probabilities: self.loss.log_probabilities.map(|output| rows.slice(output, 1)),
             rows: rows.count,
         }
         .into()

@@ -207,6 +207,8 @@ pub struct BuildOptions<'a> {
     pub training: Option<Training>,
     /// Whether to build the evaluation Program.
     pub evaluate: bool,
+    /// Whether to build the Program that computes log-probabilities ([`ProgramKind::Score`]).
+    pub score: bool,
     /// Options of the Programs for generation (prefill and decode); `None` builds neither.
     pub generation: Option<Generation>,
     /// Whether to build the Programs for loading, saving and checkpoints. They do not depend on the planner's choices,
@@ -229,6 +231,9 @@ pub fn build(options: &BuildOptions) -> ProgramSet {
     }
     if options.evaluate {
         decoder.evaluate();
+    }
+    if options.score {
+        decoder.score();
     }
     if let Some(generation) = options.generation {
         decoder.generate(generation);

@@ -51,7 +51,7 @@ pub(super) fn parallelize(set: ProgramSet, share: &Share, micro_batches: u32, ti
     let mut stage = Stage { share, set };
     stage.connect_forward(ProgramKind::Forward, "train.hidden");
     stage.connect_backward();
-    for program in [ProgramKind::Evaluate, ProgramKind::Prefill, ProgramKind::Decode] {
+    for program in [ProgramKind::Evaluate, ProgramKind::Score, ProgramKind::Prefill, ProgramKind::Decode] {
         stage.connect_forward(program, &format!("{program}.hidden"));
     }
     stage.connect_norm(tied);

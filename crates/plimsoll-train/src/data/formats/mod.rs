@@ -21,6 +21,8 @@ mod sharegpt;
 #[cfg(test)]
 mod tests;
 
+pub(super) use preference::PreferencePair;
+
 use super::containers::{Container, Record, file_type};
 use super::conversation::{Conversation, Message, Prompt};
 use super::error::DataError;
@@ -73,8 +75,10 @@ pub(super) enum Document<'a> {
         completion: String,
     },
     Conversation(Box<Conversation>),
-    /// A checked record of preferences.
-    Preference,
+    /// A prompt with a chosen and a rejected answer.
+    Preference(PreferencePair),
+    /// A checked completion with a verdict, which no objective uses.
+    Verdict,
     /// A conversation without messages.
     Empty,
 }

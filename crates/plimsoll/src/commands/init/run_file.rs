@@ -2,6 +2,7 @@
 
 use super::answers::{Answers, describe_data, toml_list, toml_text};
 use plimsoll_train::config::{Init, Method, model_setting};
+use plimsoll_train::data::RecordFormat;
 use plimsoll_watch::text::count;
 use std::fmt::Write;
 
@@ -40,17 +41,27 @@ fn data(answers: &Answers) -> String {
         [format] => format.name(),
         _ => "auto",
     };
+    let packed = if has_pairs(answers) {
+        "A sequence takes as many pairs of answers as fit. false: one pair."
+    } else {
+        "Documents are packed back to back. false: each begins a sequence of its own."
+    };
     format!(
         "[data]\n# Files or globs. Found: {}.\ntrain = {}\n\
          # Evaluation data, in the same format. Uncomment to evaluate at the end and every train.eval_every steps.\n\
          # eval = [\"eval.jsonl\"]\n\
          # Format of the records. \"auto\": recognized in each file.\nformat = \"{format}\"\n\
          # Tokens of a sequence. Longer ones need more memory.\nsequence = {}\n\
-         # Documents are packed back to back. false: each begins a sequence of its own.\npack = true\n",
+         # {packed}\npack = true\n",
         describe_data(&answers.summary),
         toml_list(&answers.data),
         answers.sequence,
     )
+}
+
+/// Returns whether the data are pairs of answers.
+fn has_pairs(answers: &Answers) -> bool {
+    answers.summary.formats.contains(&RecordFormat::Preference)
 }
 
 fn train(answers: &Answers) -> String {
@@ -64,12 +75,20 @@ fn train(answers: &Answers) -> String {
         Some(tokens) => format!("batch_tokens = {tokens}\n"),
         None => "# batch_tokens = 65536\n".to_owned(),
     };
-    let (method, rate) = match answers.method {
-        Method::Full => ("full", "3e-4"),
-        Method::Lora => ("lora", "2e-4"),
+    let (method, rate) = match (answers.method, has_pairs(answers)) {
+        (Method::Full, false) => ("full", "3e-4"),
+        (Method::Lora, false) => ("lora", "2e-4"),
+        (Method::Full, true) => ("full", "1e-6"),
+        (Method::Lora, true) => ("lora", "1e-5"),
+    };
+    let objective = if has_pairs(answers) {
+        "# Chosen answers are made more likely than rejected ones, with settings in [dpo]. \"supervised\": other data.\n\
+         objective = \"dpo\"\n"
+    } else {
+        ""
     };
     format!(
-        "[train]\n{length}# Tokens of an optimizer step, a multiple of data.sequence. Default: the largest up to 65536.\n{batch}\
+        "[train]\n{objective}{length}# Tokens of an optimizer step, a multiple of data.sequence. Default: the largest up to 65536.\n{batch}\
          # Highest learning rate, reached after warmup_steps.\nlearning_rate = {rate}\n\
          # Decay to zero: \"cosine\" or \"linear\"; \"constant\": none.\nschedule = \"cosine\"\nwarmup_steps = 10\n\
          # \"full\": all parameters. \"lora\": adapters beside the frozen model, with settings in [lora].\nmethod = \"{method}\"\n\

@@ -98,9 +98,14 @@ pub(super) fn loss_in_blocks<T: Real>(
         let labelled = LabelledRows { labels, weights, first, columns };
         softmax_stats(&pool, labelled, &part(first, columns), &mut stats, first == 0);
     }
-    let mut correct = vec![-1; rows];
-    let loss = cross_entropy(&stats, labels, weights, Some(&mut correct));
-    assert_eq!(loss.to_bits(), cross_entropy(&stats, labels, weights, None).to_bits());
+    let (mut correct, mut log_probabilities) = (vec![-1; rows], vec![T::Wide::ONE; rows]);
+    let loss = cross_entropy(&stats, labels, weights, Some(&mut correct), Some(&mut log_probabilities));
+    assert_eq!(loss.to_bits(), cross_entropy(&stats, labels, weights, None, None).to_bits());
+    let weighted = log_probabilities.iter().zip(weights).map(|(each, weight)| each.to_f64() * weight.to_f64());
+    let sum = -weighted.sum::<f64>();
+    assert!(loss == sum || loss.is_nan() && sum.is_nan(), "{loss}, and {sum} by the log-probabilities");
+    let ignored = |row: &usize| labels[*row] == IGNORED || weights[*row] == T::Wide::ZERO;
+    assert!((0..rows).filter(ignored).all(|row| log_probabilities[row] == T::Wide::ZERO));
     let mut gradient = logits.clone();
     for &(first, columns) in &blocks {
         let mut block = part(first, columns);
