@@ -2,9 +2,10 @@
 """Compares direct preference optimization in the `plimsoll` binary with TRL's DPOTrainer, on random models.
 
     parity/run preference [--seed N]
+    parity/run preference --speed ROUNDS
 
 Both train on the same pairs of answers, in f32, with the same optimizer. Prints one line per check: ok or FAIL, its name, the
-distance found and its limit. Exit code 1 if any failed.
+distance found and its limit. Exit code 1 if any failed. With --speed, it prints the seconds of a step of both, in turn.
 """
 
 import argparse
@@ -12,8 +13,10 @@ import json
 import logging
 import os
 import random
+import statistics
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +28,7 @@ from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
 import cases
@@ -102,16 +105,17 @@ def write_tokenizer(directory, vocab):
     return fast
 
 
-def write_pairs(path, vocab, rng, count):
+def write_pairs(path, vocab, rng, count, longest=12):
     """Writes pairs of answers of different length, and returns them."""
     words = lambda least, most: " ".join(f"t{rng.randrange(3, vocab)}" for _ in range(rng.randrange(least, most)))
-    pairs = [{"prompt": words(1, 9), "chosen": " " + words(1, 12), "rejected": " " + words(1, 12)} for _ in range(count)]
+    answer = lambda: " " + words(1, longest)
+    pairs = [{"prompt": words(1, 9), "chosen": answer(), "rejected": answer()} for _ in range(count)]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return pairs
 
 
 def train_with_trl(directory, pairs, tokenizer, objective, adapter):
-    """Trains with DPOTrainer. Returns the log of each step, and the trained weights by name."""
+    """Trains with DPOTrainer. Returns the log of each step, the trained weights by name, and the seconds of each step."""
     model = reference.load(directory, torch.float32)
     if adapter:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -125,10 +129,25 @@ def train_with_trl(directory, pairs, tokenizer, objective, adapter):
         )
         trainer = InOrder(model=model, args=settings, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
+        timer = StepTimer()
+        trainer.add_callback(timer)
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     trained = reference.trained(trainer.model)
-    return steps, {name: parameter.detach().clone() for name, parameter in trained if ".ref." not in name}
+    return steps, {name: parameter.detach().clone() for name, parameter in trained if ".ref." not in name}, timer.seconds
+
+
+class StepTimer(TrainerCallback):
+    """Measures the seconds of each step."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, *_, **__):
+        self.begin = time.monotonic()
+
+    def on_step_end(self, *_, **__):
+        self.seconds.append(time.monotonic() - self.begin)
 
 
 class InOrder(DPOTrainer):
@@ -149,7 +168,7 @@ def check(report, name, plimsoll, directory, pairs, tokenizer, objective, adapte
     )
     (directory / "run.toml").write_text(text)
     plimsoll.train(directory / "run.toml")
-    expected, weights = train_with_trl(directory, pairs, tokenizer, objective, adapter)
+    expected, weights, _ = train_with_trl(directory, pairs, tokenizer, objective, adapter)
 
     records = list(map(json.loads, (run / "events.jsonl").read_text().splitlines()))
     steps = [record for record in records if record["event"] == "step"]
@@ -174,15 +193,43 @@ def check(report, name, plimsoll, directory, pairs, tokenizer, objective, adapte
     report.within(f"{name} change of weights", far, CHANGE_LIMIT)
 
 
+def measure_speed(plimsoll, rounds):
+    """Prints the median seconds of a step of both programs, in turn. Answers have up to 120 words."""
+    case = cases.Case("speed", "", "llama", 0, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, vocab=8192)
+    objective = replace(OBJECTIVES[0], name="speed")
+    with tempfile.TemporaryDirectory() as folder:
+        directory, rng = Path(folder), random.Random(1)
+        cases.write_model(directory, case)
+        tokenizer = write_tokenizer(directory, case.vocab)
+        pairs = write_pairs(directory / "pairs.jsonl", case.vocab, rng, STEPS * PAIRS_PER_STEP, longest=120)
+        ratios = []
+        for number in range(rounds):
+            text = RUN_FILE.format(
+                model=json.dumps(str(directory)), adapter="", data=json.dumps(str(directory / "pairs.jsonl")),
+                dir=json.dumps(str(directory / f"run-{number}")), sequence=256, steps=STEPS, batch_tokens=PAIRS_PER_STEP * 256,
+                learning_rate=LEARNING_RATE, method="full", beta=objective.beta, loss_type=objective.loss_type, micro_batch='"auto"',
+            )
+            (directory / "run.toml").write_text(text + "threads = 2\n")
+            plimsoll.train(directory / "run.toml")
+            ours = json.loads((directory / f"run-{number}" / "result.json").read_text())["step_seconds"]["median"]
+            theirs = statistics.median(train_with_trl(directory, pairs, tokenizer, objective, None)[2])
+            ratios.append(theirs / ours)
+            print(f"a step of {PAIRS_PER_STEP} pairs: plimsoll {ours:.3f} s, TRL {theirs:.3f} s, ratio {ratios[-1]:.2f}", flush=True)
+        print(f"median ratio {statistics.median(ratios):.2f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--speed", type=int, metavar="ROUNDS")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     disable_progress_bars()
     logging.disable(logging.WARNING)
     binary = Path(os.environ.get("PLIMSOLL", live.ROOT / "target/release/plimsoll"))
     report, plimsoll = live.Report(), live.Plimsoll(binary)
+    if options.speed:
+        return measure_speed(plimsoll, options.speed)
     by_name = {case.name: case for case in live.MODELS}
     with tempfile.TemporaryDirectory() as folder:
         for index, (name, objective) in enumerate(zip(("llama", "qwen2-tied", "qwen3"), OBJECTIVES, strict=True)):

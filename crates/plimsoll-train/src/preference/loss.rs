@@ -27,7 +27,7 @@ pub(crate) struct PairLoss {
 
 impl PairLoss {
     /// Computes the loss of a pair.
-    pub fn of(settings: &DpoSection, scores: &PairScores) -> PairLoss {
+    pub(super) fn of(settings: &DpoSection, scores: &PairScores) -> PairLoss {
         let beta = settings.beta;
         let [chosen, rejected] = [0, 1].map(|answer| scores.policy[answer] - scores.reference[answer]);
         // IPO compares means over tokens, the others sums.

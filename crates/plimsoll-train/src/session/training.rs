@@ -211,9 +211,10 @@ impl Session {
         let start = Instant::now();
         self.current_step = step;
         self.team.begin_step(step);
+        // Empty rows that fill micro-batches follow.
+        let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.labelled_tokens);
         let preferences = self.set_pair_weights(batch, log)?;
-        let Batch { rows, labelled_tokens, .. } = batch;
-        let (tokens, labelled_tokens) = (rows.tokens.len() as u64, *labelled_tokens);
+        let rows = &mut batch.rows;
         let train = &self.context.run.train;
         let progress = schedule_progress(&self.context.run, &self.info, step);
         let rate = learning_rate(train.schedule, train.learning_rate, step, train.warmup_steps, progress);

@@ -288,7 +288,7 @@ fn malformed_records_of_other_layouts_are_refused() {
         (
             Preference,
             json!({"chosen": "a", "rejected": []}),
-            "`chosen` is a text and `rejected` is a list of messages, expected the same",
+            "`chosen` is a text and `rejected` is a list of messages, expected both as texts or both as lists of messages",
         ),
         (Preference, json!({"chosen": [{"role": "user"}], "rejected": []}), "`chosen[0]` has no `content`"),
         (Preference, json!({"label": true, "prompt": "a"}), "missing field `completion`"),
