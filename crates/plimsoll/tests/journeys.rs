@@ -119,12 +119,17 @@ fn every_page_is_followed() {
     let folder = fs::read_dir(repository("docs/journeys")).unwrap();
     let mut pages: Vec<String> = folder.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     pages.sort();
-    assert_eq!(pages, ["README.md", "chat.md", "table.md", "texts.md"], "each page has a test");
+    assert_eq!(pages, ["README.md", "chat.md", "preference.md", "table.md", "texts.md"], "each page has a test");
 }
 
 #[test]
 fn chat_file_and_a_small_card() {
     follow("chat");
+}
+
+#[test]
+fn pairs_of_answers_and_a_small_card() {
+    follow("preference");
 }
 
 #[test]
