@@ -243,7 +243,7 @@ pub fn recovery_line(recovery: &Recovery) -> String {
     )
 }
 
-/// Describes how much a model prefers the chosen answers: `75.0 % of 40 pairs, reward margin 0.123`.
+/// Describes how often a model prefers the chosen answer: `the chosen answer in 75.0 % of 40 pairs, reward margin 0.123`.
 pub fn preferences_text(figures: &PreferenceFigures) -> String {
     let pairs = format_count(figures.pairs, "pair");
     format!("the chosen answer in {} of {pairs}, reward margin {:.3}", percent(figures.accuracy, 1), figures.margin())

@@ -22,7 +22,7 @@ use super::record_writer::{DatasetCounts, FIRST_TOKEN_BIT, RecordWriter};
 use super::source::{DocumentOrigin, SourceReader};
 use super::template::{ChatSettings, ChatTemplate, TemplateError};
 use super::tokenizer::file_sha256;
-use super::{ChatSpec, DataSpec, IGNORED_LABEL};
+use super::{ChatSpec, DataSpec, IGNORED_LABEL, TrainOn};
 use crate::files::FileSummary;
 use plimsoll_device::cache::sealed_json;
 use plimsoll_device::private_file;
@@ -115,7 +115,9 @@ fn find_chat(
     // The date of the newest file stands for today, so that a run has the same text when it is resumed.
     let newest = files.iter().map(|file| file.modified_ns).max().unwrap_or(0);
     let now = (newest / 1_000_000_000) as i64;
-    let settings = ChatSettings { train_on: *train_on, train_on_end: *train_on_end, not_prefix: *not_prefix, now };
+    // Messages of pairs say themselves whether they are trained.
+    let train_on = if spec.pairs { TrainOn::Assistant } else { *train_on };
+    let settings = ChatSettings { train_on, train_on_end: *train_on_end, not_prefix: *not_prefix, now };
     Ok(Some((template, settings)))
 }
 

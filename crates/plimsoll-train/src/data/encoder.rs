@@ -384,7 +384,7 @@ fn encode_completion(tokenizer: &Tokenizer, prompt: &str, completion: &str) -> R
 #[cfg(test)]
 mod tests {
     use super::super::testing::{TestData, all_rows};
-    use super::super::{Format, RecordFormat, addition_example};
+    use super::super::{Format, RecordFormat, TrainOn, addition_example};
     use serde_json::json;
     use std::fs;
 
@@ -479,8 +479,8 @@ mod tests {
         ];
         let labels = records.map(|record| {
             let mut sample = sample(&record.to_string(), 64);
-            sample.spec.pairs = true;
-            let template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}";
+            (sample.spec.pairs, sample.spec.chat.train_on) = (true, TrainOn::All);
+            let template = "{% for m in messages %}9{{ m['content'] }}<end>{% endfor %}";
             fs::write(sample.path("chat_template.jinja"), template).unwrap();
             sample.spec.chat.template = Some(sample.path("chat_template.jinja").display().to_string());
             let rows = all_rows(&sample.open().unwrap());
