@@ -480,7 +480,7 @@ mod tests {
         let labels = records.map(|record| {
             let mut sample = sample(&record.to_string(), 64);
             (sample.spec.pairs, sample.spec.chat.train_on) = (true, TrainOn::All);
-            let template = "{% for m in messages %}9{{ m['content'] }}<end>{% endfor %}";
+            let template = "9{% for m in messages %}{{ m['content'] }}<end>{% endfor %}";
             fs::write(sample.path("chat_template.jinja"), template).unwrap();
             sample.spec.chat.template = Some(sample.path("chat_template.jinja").display().to_string());
             let rows = all_rows(&sample.open().unwrap());
