@@ -65,7 +65,7 @@ impl RecordWriter<'_> {
     /// # Errors
     /// A full disk, and an id outside the vocabulary.
     pub fn write_document(&mut self, origin: DocumentOrigin, document: &LabelledDocument) -> Result<(), DataError> {
-        if document.labels.iter().skip(1).any(|&label| label != IGNORED_LABEL) {
+        if document.has_target() {
             for (&id, &label) in document.ids.iter().zip(&document.labels) {
                 self.write_text_token(origin, id as u32, label != IGNORED_LABEL)?;
             }
@@ -80,9 +80,7 @@ impl RecordWriter<'_> {
     /// # Errors
     /// A full disk, and an id outside the vocabulary.
     pub fn write_pair(&mut self, origin: DocumentOrigin, pair: &[LabelledDocument; 2]) -> Result<(), DataError> {
-        let is_usable =
-            |document: &LabelledDocument| document.labels.iter().skip(1).any(|&label| label != IGNORED_LABEL);
-        if !pair.iter().all(is_usable) {
+        if !pair.iter().all(LabelledDocument::has_target) {
             self.counts.skipped += 2;
             return Ok(());
         }

@@ -314,32 +314,34 @@ impl Rows {
     /// whole buffer. Returns one sum for each document that has a label; in rows of pairs, chosen and rejected answers
     /// alternate.
     pub fn sum_documents(&self, row: usize, value: impl Fn(usize) -> f64) -> Vec<f64> {
-        let positions = row * self.sequence..(row + 1) * self.sequence;
-        let mut sums: Vec<(i32, f64)> = Vec::new();
-        for at in positions.filter(|&at| self.labels[at] != IGNORED_LABEL) {
-            let start = self.document_start[at];
-            match sums.last_mut().filter(|(document, _)| *document == start) {
-                Some((_, sum)) => *sum += value(at),
-                None => sums.push((start, value(at))),
+        let mut sums = Vec::new();
+        for (document, at) in self.labelled_positions(row) {
+            if document == sums.len() {
+                sums.push(0.0);
             }
+            sums[document] += value(at);
         }
-        sums.into_iter().map(|(_, sum)| sum).collect()
+        sums
     }
 
     /// Sets the loss weight of all labelled positions of each document in row `row`. `weights` has one weight for each
     /// document, in the order of [`Rows::sum_documents`].
     pub fn set_document_weights(&mut self, row: usize, weights: &[f64]) {
-        let (mut document, mut start) = (0, None);
-        for at in row * self.sequence..(row + 1) * self.sequence {
-            if self.labels[at] == IGNORED_LABEL {
-                continue;
-            }
-            if start.is_some_and(|start| start != self.document_start[at]) {
-                document += 1;
-            }
-            start = Some(self.document_start[at]);
-            self.weights[at] = weights[document] as f32;
-        }
+        let positions: Vec<(usize, usize)> = self.labelled_positions(row).collect();
+        positions.into_iter().for_each(|(document, at)| self.weights[at] = weights[document] as f32);
+    }
+
+    /// Returns the labelled positions of row `row` as indices in the whole buffer, each with the number of its document
+    /// among those of the row that have a label.
+    fn labelled_positions(&self, row: usize) -> impl Iterator<Item = (usize, usize)> {
+        let positions = row * self.sequence..(row + 1) * self.sequence;
+        let (mut documents, mut last_start) = (0, None);
+        positions.filter(|&at| self.labels[at] != IGNORED_LABEL).map(move |at| {
+            let start = Some(self.document_start[at]);
+            documents += usize::from(start != last_start);
+            last_start = start;
+            (documents - 1, at)
+        })
     }
 
     /// Appends a row of padding, which fills a partial micro-batch.

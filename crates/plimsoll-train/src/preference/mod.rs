@@ -9,7 +9,7 @@ mod loss;
 mod reference;
 
 pub(crate) use loss::{PairLoss, PreferenceSums};
-pub(crate) use reference::{ReferenceScores, fingerprint, first_rows};
+pub(crate) use reference::{ReferenceScores, fingerprint};
 
 use crate::config::{DpoSection, Objective};
 use crate::data::Rows;

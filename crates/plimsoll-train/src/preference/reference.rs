@@ -40,7 +40,7 @@ pub(crate) struct ReferenceScores {
 }
 
 /// Returns the number of the first row of each source, if the rows of all sources are numbered one after the other.
-pub(crate) fn first_rows(rows: &[u64]) -> Vec<u64> {
+fn first_rows(rows: &[u64]) -> Vec<u64> {
     let mut next = 0;
     let first_of = |rows: &u64| {
         next += rows;
@@ -128,7 +128,13 @@ impl ReferenceScores {
         self.length += bytes;
     }
 
-    fn number(&self, row: SourceRow) -> u64 {
+    /// Returns the number of rows of all sources.
+    pub fn rows(&self) -> usize {
+        self.offsets.len()
+    }
+
+    /// Returns the number of a row, counted over all sources.
+    pub fn number(&self, row: SourceRow) -> u64 {
         self.first_rows[row.source] + row.row
     }
 

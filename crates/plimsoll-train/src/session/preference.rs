@@ -11,7 +11,7 @@
 use crate::data::{Batch, Dataset, Rows, SourceRow};
 use crate::engine::EvaluationSums;
 use crate::events::EventLog;
-use crate::preference::{PreferenceSums, ReferenceScores, fingerprint, first_rows};
+use crate::preference::{PreferenceSums, ReferenceScores, fingerprint};
 use crate::session::checkpoint;
 use crate::session::context::RunContext;
 use crate::session::interrupt::StepInterrupt;
@@ -93,16 +93,16 @@ impl Session {
         };
         let fingerprint = fingerprint(run, content);
         let scores = ReferenceScores::open(&folder.join(REFERENCE_FOLDER), name, &fingerprint, &rows)?;
-        let is_wanted = self.wanted_rows(of, &rows);
+        let is_wanted = self.wanted_rows(of, &scores);
         let all =
             rows.iter().enumerate().flat_map(|(source, &rows)| (0..rows).map(move |row| SourceRow { source, row }));
         let missing = all.zip(is_wanted).filter(|(row, is_wanted)| *is_wanted && !scores.has(*row));
         Ok(ReferenceWork { of, rows: missing.map(|(row, _)| row).collect(), scores })
     }
 
-    /// Returns for each row of the data whether the run reads it. `rows` is the number of rows of each source.
-    fn wanted_rows(&self, of: ScoredData, rows: &[u64]) -> Vec<bool> {
-        let all = rows.iter().sum::<u64>() as usize;
+    /// Returns for each row of the data of `scores`, over all sources, whether the run reads it.
+    fn wanted_rows(&self, of: ScoredData, scores: &ReferenceScores) -> Vec<bool> {
+        let all = scores.rows();
         let batches = &self.context.batches;
         let positions = match (of, self.info.steps) {
             (ScoredData::Train, Some(steps)) => {
@@ -113,12 +113,10 @@ impl Session {
         if positions >= LISTED_EPOCHS_MAX * all as u64 {
             return vec![true; all];
         }
-        let firsts: Vec<u64> = first_rows(rows);
         let order = self.context.data.order(batches.order);
         let mut is_wanted = vec![false; all];
         for position in 0..positions {
-            let SourceRow { source, row } = order.row(position);
-            is_wanted[(firsts[source] + row) as usize] = true;
+            is_wanted[scores.number(order.row(position)) as usize] = true;
         }
         is_wanted
     }

@@ -34,6 +34,7 @@ mod turns;
 pub use super::template_error::{TemplateError, TemplateWarning};
 pub(crate) use source::{ChatTemplate, read_own_templates, read_template};
 
+use super::IGNORED_LABEL;
 use super::conversation::Conversation;
 use super::guard;
 use super::tokenizer::Tokenizer;
@@ -65,6 +66,13 @@ pub(crate) struct LabelledDocument {
     pub ids: Vec<i32>,
     /// The token itself where it is predicted, else −100. Not shifted.
     pub labels: Vec<i32>,
+}
+
+impl LabelledDocument {
+    /// Returns whether a token after the first has a label. No position predicts the first.
+    pub(crate) fn has_target(&self) -> bool {
+        self.labels.iter().skip(1).any(|&label| label != IGNORED_LABEL)
+    }
 }
 
 /// Turns conversations into tokens with labels, by a chat template and a tokenizer.
