@@ -16,6 +16,7 @@
 //!
 //! | layer | modules |
 //! |---|---|
+//! | rewards | [`rewards`]: rewards of completions, built in or from commands |
 //! | data and files | [`config`], [`data`], [`block_types`], [`files`], [`gguf`] (files of llama.cpp), [`hub`] (models and data of the Hugging Face Hub), `events` (`events.jsonl`), `step_times` |
 //! | signs of life and faults | `heartbeat`, [`fault_injection`] |
 //! | other processes | [`remote`]: connections to devices of other processes, as the run sees them |
@@ -74,6 +75,7 @@ mod preference;
 mod recovery;
 pub mod remote;
 pub mod resolve;
+pub mod rewards;
 pub mod session;
 mod step_times;
 mod team;
