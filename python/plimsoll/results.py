@@ -482,6 +482,30 @@ class HeldMemory(TypedDict):
     arena_by_category: NotRequired[dict[str, int]]
 
 
+class CompletionFigures(TypedDict):
+    """Lengths of the completions of a round."""
+
+    #: Number of completions.
+    count: int
+    #: Mean number of tokens.
+    mean_length: float
+    #: Share of completions, 0 to 1, without an end token.
+    clipped_ratio: float
+
+
+class RoundSeconds(TypedDict):
+    """Measured seconds of the phases of a step over sampled completions. A phase that does not run takes 0."""
+
+    #: Sampling of completions.
+    generate: float
+    #: Rewards of completions.
+    reward: float
+    #: Log-probabilities of their tokens.
+    score: float
+    #: Gradients and update.
+    update: float
+
+
 class StartEvent(TypedDict):
     """Training starts, or continues after ``--resume``."""
 
@@ -554,8 +578,10 @@ class EvaluationEvent(TypedDict):
     event: Literal["evaluation"]
     #: The step after which the weights were evaluated.
     step: int
-    #: Mean loss over the labelled tokens.
-    loss: float
+    #: Mean loss over the labelled tokens. NaN, in JSON ``None``, for sampled completions, which have a reward.
+    loss: float | None
+    #: Mean reward of the most likely completions; absent for other objectives, and if none has a reward.
+    reward: NotRequired[float]
     #: Share of answers, 0 to 1, with all tokens predicted correctly; ``None`` if the data are not all prompts with one short
     #: answer.
     exact_match: float | None
@@ -609,6 +635,41 @@ class PreferencesEvent(TypedDict):
     rejected_reward: float
     #: Share of pairs, 0 to 1, in which the chosen answer has the larger reward.
     accuracy: float
+
+
+class RoundEvent(TypedDict):
+    """Figures of the completions of a step, before its update. The event of the step follows."""
+
+    #: Version of the format of ``events.jsonl``.
+    version: int
+    #: Time of the event, in seconds since the Unix epoch.
+    time: float
+    event: Literal["round"]
+    #: The step.
+    step: int
+    #: The round, counted from 1. It has several steps with ``grpo.num_iterations``.
+    round: int
+    #: Mean reward of the completions; NaN, in JSON ``None``, if none has a reward.
+    reward: float | None
+    #: Standard deviation of the rewards; NaN, in JSON ``None``, if fewer than two completions have one.
+    reward_std: float | None
+    #: Share of completions, 0 to 1, whose group has equal rewards. Such a group teaches nothing.
+    frac_reward_zero_std: float
+    #: Mean reward of each reward function, under its name. NaN, in JSON ``None``, without an opinion.
+    rewards: NotRequired[dict[str, float | None]]
+    #: Mean KL divergence of a token from the reference model; absent without KL penalty.
+    kl: NotRequired[float]
+    #: Mean entropy of the distribution of a token, in nats; absent for completions of a file.
+    entropy: NotRequired[float]
+    #: Share of tokens, 0 to 1, whose ratio is clipped; of completions with ratios of completions. Absent if all ratios are 1.
+    clip_ratio: NotRequired[float]
+    #: Mean absolute difference between the log-probabilities of the sampler and those of the loss; absent if they are not
+    #: compared.
+    sampling_difference: NotRequired[float]
+    #: Lengths of the completions.
+    completions: CompletionFigures
+    #: Seconds of the phases.
+    seconds: RoundSeconds
 
 
 class CheckpointEvent(TypedDict):
@@ -769,6 +830,7 @@ Event = Union[
     EvaluationEvent,
     ReferenceEvent,
     PreferencesEvent,
+    RoundEvent,
     CheckpointEvent,
     RecoveryEvent,
     DeviceLostEvent,
@@ -805,8 +867,8 @@ class StepSeconds(TypedDict):
 class PreferenceFigures(TypedDict):
     """Rewards of pairs of answers.
 
-    The reward of an answer is ``dpo.beta`` times its log-probability under the current weights, minus that under the
-    initial weights, as in TRL.
+    The reward of an answer is ``dpo.beta`` times a difference, as in TRL: its log-probability under the current weights
+    minus that under the initial weights.
     """
 
     #: Number of pairs of answers.
@@ -822,13 +884,41 @@ class PreferenceFigures(TypedDict):
 class EvalResult(TypedDict):
     """The result of an evaluation."""
 
-    #: Mean loss over the labelled tokens.
-    loss: float
+    #: Mean loss over the labelled tokens. NaN, in JSON ``None``, for sampled completions, which have a reward.
+    loss: float | None
     #: Share of answers, 0 to 1, with all tokens predicted correctly; absent if the data are not all prompts with one short
     #: answer.
     exact_match: NotRequired[float]
     #: Preferences between pairs of answers; absent for other data. The loss is then that of the objective, per pair.
     preferences: NotRequired[PreferenceFigures]
+    #: Mean reward of the most likely completions; absent for other objectives, and if none has a reward.
+    reward: NotRequired[float]
+
+
+class RoundFigures(TypedDict):
+    """Figures of the completions of a round, under the names of TRL. JSON has no NaN: it is written as ``null``."""
+
+    #: Mean reward of the completions; NaN, in JSON ``None``, if none has a reward.
+    reward: float | None
+    #: Standard deviation of the rewards; NaN, in JSON ``None``, if fewer than two completions have one.
+    reward_std: float | None
+    #: Share of completions, 0 to 1, whose group has equal rewards. Such a group teaches nothing.
+    frac_reward_zero_std: float
+    #: Mean reward of each reward function, under its name. NaN, in JSON ``None``, without an opinion.
+    rewards: NotRequired[dict[str, float | None]]
+    #: Mean KL divergence of a token from the reference model; absent without KL penalty.
+    kl: NotRequired[float]
+    #: Mean entropy of the distribution of a token, in nats; absent for completions of a file.
+    entropy: NotRequired[float]
+    #: Share of tokens, 0 to 1, whose ratio is clipped; of completions with ratios of completions. Absent if all ratios are 1.
+    clip_ratio: NotRequired[float]
+    #: Mean absolute difference between the log-probabilities of the sampler and those of the loss; absent if they are not
+    #: compared.
+    sampling_difference: NotRequired[float]
+    #: Lengths of the completions.
+    completions: CompletionFigures
+    #: Seconds of the phases.
+    seconds: RoundSeconds
 
 
 class DeviceMemory(TypedDict):
@@ -981,6 +1071,9 @@ class RunResult(TypedDict):
     step_seconds: StepSeconds
     #: The last evaluation; ``None`` without evaluation data.
     eval: EvalResult | None
+    #: Figures of the steps over sampled completions since the last start of the run, at most the last 1,000; absent for other
+    #: objectives. All are in ``events.jsonl``.
+    rounds: NotRequired[list[RoundFigures]]
     #: Memory of every device that took part.
     memory: list[DeviceMemory]
     #: The recipe of the last step; of a team, the recipe of rank 0.

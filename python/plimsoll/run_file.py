@@ -18,7 +18,9 @@ AnyPath = Union[str, "os.PathLike[str]"]
 
 
 #: A format of records.
-Format = Literal["auto", "text", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"]
+Format = Literal[
+    "auto", "text", "tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "prompt", "rollouts"
+]
 
 
 class ModelSection(TypedDict, total=False):
@@ -64,7 +66,7 @@ class TrainSection(TypedDict, total=False):
     epochs: float
     hours: float
     batch_tokens: int
-    objective: Literal["supervised", "dpo"]
+    objective: Literal["supervised", "dpo", "grpo"]
     optimizer: Literal["adamw", "sgd"]
     learning_rate: float
     schedule: Literal["constant", "linear", "cosine"]
@@ -105,6 +107,32 @@ class DpoSection(TypedDict, total=False):
     reference_free: bool
 
 
+class GrpoSection(TypedDict, total=False):
+    """``[grpo]``: group relative policy optimization, for ``train.objective = "grpo"``."""
+
+    num_generations: int
+    prompts_per_step: int
+    max_prompt_length: int
+    max_completion_length: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    beta: float
+    use_bias_correction_kl: bool
+    epsilon: float
+    epsilon_high: float
+    num_iterations: int
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+    scale_rewards: Literal["group", "batch", "none"]
+    importance_sampling_level: Literal["token", "sequence"]
+    mask_truncated_completions: bool
+    rewards: Sequence[str]
+    reward_weights: Sequence[float]
+    reward_timeout_seconds: float
+
+
 class MemorySection(TypedDict, total=False):
     """``[memory]``: load lines (``"90%"`` of free memory, or ``"6GiB"``) and permitted lossy rungs."""
 
@@ -119,6 +147,7 @@ class RecipeSection(TypedDict, total=False):
     """``[recipe]``: choices that the user makes instead of the planner."""
 
     micro_batch: int
+    slots: int
     recompute: Level | Sequence[Level]
 
 
@@ -151,6 +180,7 @@ class RunFile(TypedDict, total=False):
     train: TrainSection
     lora: LoraSection
     dpo: DpoSection
+    grpo: GrpoSection
     memory: MemorySection
     recipe: RecipeSection
     run: RunSection

@@ -2,7 +2,7 @@
 
 use crate::result::nan_from_null;
 use crate::{Bytes, Category, Recovery};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 
 /// Version of the format of `events.jsonl`. It changes when a field changes its meaning or is removed.
@@ -106,8 +106,8 @@ pub struct RunEnvironment {
     pub memory_bytes: Bytes,
 }
 
-/// Rewards of pairs of answers. The reward of an answer is `dpo.beta` times its log-probability under the current weights,
-/// minus that under the initial weights, as in TRL.
+/// Rewards of pairs of answers. The reward of an answer is `dpo.beta` times a difference, as in TRL: its log-probability under
+/// the current weights minus that under the initial weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PreferenceFigures {
@@ -126,6 +126,76 @@ impl PreferenceFigures {
     pub fn margin(&self) -> f64 {
         self.chosen_reward - self.rejected_reward
     }
+}
+
+/// Figures of the completions of a round, under the names of TRL. JSON has no NaN: it is written as `null`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct RoundFigures {
+    /// Mean reward of the completions; NaN, in JSON `null`, if none has a reward.
+    #[serde(deserialize_with = "nan_from_null")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
+    pub reward: f64,
+    /// Standard deviation of the rewards; NaN, in JSON `null`, if fewer than two completions have one.
+    #[serde(deserialize_with = "nan_from_null")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
+    pub reward_std: f64,
+    /// Share of completions, 0 to 1, whose group has equal rewards. Such a group teaches nothing.
+    pub frac_reward_zero_std: f64,
+    /// Mean reward of each reward function, under its name. NaN, in JSON `null`, without an opinion.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[cfg_attr(feature = "schema", schemars(with = "BTreeMap<String, Option<f64>>"))]
+    #[serde(deserialize_with = "nan_values_from_null")]
+    pub rewards: BTreeMap<String, f64>,
+    /// Mean KL divergence of a token from the reference model; `None` without KL penalty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kl: Option<f64>,
+    /// Mean entropy of the distribution of a token, in nats; `None` for completions of a file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub entropy: Option<f64>,
+    /// Share of tokens, 0 to 1, whose ratio is clipped; of completions with ratios of completions. `None` if all ratios are 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clip_ratio: Option<f64>,
+    /// Mean absolute difference between the log-probabilities of the sampler and those of the loss; `None` if they are not
+    /// compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sampling_difference: Option<f64>,
+    /// Lengths of the completions.
+    pub completions: CompletionFigures,
+    /// Seconds of the phases.
+    pub seconds: RoundSeconds,
+}
+
+/// Lengths of the completions of a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct CompletionFigures {
+    /// Number of completions.
+    pub count: u64,
+    /// Mean number of tokens.
+    pub mean_length: f64,
+    /// Share of completions, 0 to 1, without an end token.
+    pub clipped_ratio: f64,
+}
+
+/// Measured seconds of the phases of a step over sampled completions. A phase that does not run takes 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct RoundSeconds {
+    /// Sampling of completions.
+    pub generate: f64,
+    /// Rewards of completions.
+    pub reward: f64,
+    /// Log-probabilities of their tokens.
+    pub score: f64,
+    /// Gradients and update.
+    pub update: f64,
+}
+
+/// Reads the `null` values of a map as NaN.
+fn nan_values_from_null<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    let values = BTreeMap::<String, Option<f64>>::deserialize(from)?;
+    Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
 }
 
 /// An event of a run. All bytes and seconds are measured, except fields with `predicted` in their name.
@@ -189,8 +259,13 @@ pub enum Event {
     Evaluation {
         /// The step after which the weights were evaluated.
         step: u64,
-        /// Mean loss over the labelled tokens.
+        /// Mean loss over the labelled tokens. NaN, in JSON `null`, for sampled completions, which have a reward.
+        #[serde(deserialize_with = "nan_from_null")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
         loss: f64,
+        /// Mean reward of the most likely completions; `None` for other objectives, and if none has a reward.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reward: Option<f64>,
         /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data are not all prompts with one
         /// short answer.
         exact_match: Option<f64>,
@@ -222,6 +297,16 @@ pub enum Event {
         /// The figures.
         #[serde(flatten)]
         figures: PreferenceFigures,
+    },
+    /// Figures of the completions of a step, before its update. The event of the step follows.
+    Round {
+        /// The step.
+        step: u64,
+        /// The round, counted from 1. It has several steps with `grpo.num_iterations`.
+        round: u64,
+        /// The figures.
+        #[serde(flatten)]
+        figures: Box<RoundFigures>,
     },
     /// A checkpoint is complete on disk.
     Checkpoint {

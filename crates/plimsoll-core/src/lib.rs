@@ -83,7 +83,10 @@ pub use budget::{Budget, ParseBudgetError};
 pub use bytes::{Bytes, ParseBytesError};
 pub use device::{DeviceKind, DeviceSpec, FileSpec, HostSpec, Link, NcclSpec, OpRates, Rates};
 pub use dtype::DType;
-pub use event::{EVENTS_VERSION, Event, HeldMemory, PreferenceFigures, Record, RunEnvironment};
+pub use event::{
+    CompletionFigures, EVENTS_VERSION, Event, HeldMemory, PreferenceFigures, Record, RoundFigures, RoundSeconds,
+    RunEnvironment,
+};
 pub use failure::{Exit, Failure, is_disk_full};
 pub use log_request::LogRequest;
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};

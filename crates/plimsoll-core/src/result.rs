@@ -1,6 +1,6 @@
 //! The result of a run: `result.json`. The field names are a stable interface for other tools.
 
-use crate::{Bytes, Category, Class, Fallback, Parallelism, PreferenceFigures, Recipe};
+use crate::{Bytes, Category, Class, Fallback, Parallelism, PreferenceFigures, Recipe, RoundFigures};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
 
@@ -24,6 +24,10 @@ pub struct RunResult {
     pub step_seconds: StepSeconds,
     /// The last evaluation; `None` without evaluation data.
     pub eval: Option<EvalResult>,
+    /// Figures of the steps over sampled completions since the last start of the run, at most the last 1,000; empty for other
+    /// objectives. All are in `events.jsonl`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rounds: Vec<RoundFigures>,
     /// Memory of every device that took part.
     pub memory: Vec<DeviceMemory>,
     /// The recipe of the last step; of a team, the recipe of rank 0.
@@ -185,7 +189,9 @@ pub struct StepSeconds {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct EvalResult {
-    /// Mean loss over the labelled tokens.
+    /// Mean loss over the labelled tokens. NaN, in JSON `null`, for sampled completions, which have a reward.
+    #[serde(deserialize_with = "nan_from_null")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<f64>"))]
     pub loss: f64,
     /// Share of answers, 0 to 1, with all tokens predicted correctly; `None` if the data are not all prompts with one
     /// short answer.
@@ -194,6 +200,9 @@ pub struct EvalResult {
     /// Preferences between pairs of answers; `None` for other data. The loss is then that of the objective, per pair.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preferences: Option<PreferenceFigures>,
+    /// Mean reward of the most likely completions; `None` for other objectives, and if none has a reward.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reward: Option<f64>,
 }
 
 /// Planned and measured memory of a device.

@@ -54,6 +54,7 @@ fn programs(micro_batch: u64) -> ProgramSet {
         }),
         evaluate: false,
         score: false,
+        temperature: 1.0,
         generation: None,
         files: true,
     })

@@ -149,6 +149,7 @@ fn stage_of(
         }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation,
         files: true,
     })

@@ -48,6 +48,7 @@ pub(crate) fn request<'a>(
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: false,
         score: false,
+        temperature: 1.0,
         generation: None,
         device,
         host: HostSpec::NONE,

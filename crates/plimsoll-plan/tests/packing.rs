@@ -49,6 +49,7 @@ fn phases(
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: tokens, chunk: 32 }),
         files: false,
     });

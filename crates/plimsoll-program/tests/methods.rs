@@ -54,6 +54,7 @@ fn options<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: 
         training: Some(Training { optimizer: adamw(AdamState::Full), recompute: LEVELS.to_vec() }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     }

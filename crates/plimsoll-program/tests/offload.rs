@@ -51,6 +51,7 @@ fn programs(config: &ModelConfig, run: Run, streamed_head: bool) -> ProgramSet {
             .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     })

@@ -45,6 +45,7 @@ fn programs(
         training: optimizer.map(|optimizer| Training { optimizer, recompute }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,
     })

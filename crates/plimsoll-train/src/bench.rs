@@ -174,6 +174,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         optimizer: Some(Optimizer::AdamW { betas: BETAS, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
         evaluate: false,
         score: false,
+        temperature: 1.0,
         generation: None,
         device: &device,
         host,

@@ -23,7 +23,7 @@
 //! | this machine | [`resolve`] |
 //! | one device | [`engine`]: a device that runs Programs |
 //! | users of one device | [`planning`], [`device_server`] (the process of a remote device), [`inference`] (finished models), [`bench`](mod@bench) |
-//! | decisions | `recovery`: pure functions of a state and an event; `preference`: the objective over pairs of answers |
+//! | decisions | `recovery`: pure functions of a state and an event; `objective`: losses over pairs of answers and groups of completions |
 //! | several devices | `team`: the workers of a run |
 //! | the run | [`session`] |
 //!
@@ -70,8 +70,8 @@ pub mod gguf;
 mod heartbeat;
 pub mod hub;
 pub mod inference;
+mod objective;
 pub mod planning;
-mod preference;
 mod recovery;
 pub mod remote;
 pub mod resolve;

@@ -3,7 +3,7 @@
 use parquet::data_type::Int32Type;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use plimsoll_train::data::{DataError, DataSpec, Dataset, Format, LongSamples, Rows, addition_example};
+use plimsoll_train::data::{DataError, DataSpec, Dataset, Format, LongSamples, Objective, Rows, addition_example};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::ops::ControlFlow;
@@ -58,7 +58,7 @@ fn large_text_is_read_in_bounded_memory() {
         vocab: addition_example::VOCAB,
         end_token: Some(addition_example::END_TOKEN),
         chat: plimsoll_train::data::ChatSpec::default(),
-        pairs: false,
+        objective: Objective::Supervised,
     };
     let tokenizer = folder.path().join("tokenizer.json");
     let cache = folder.path().join("cache");
@@ -123,7 +123,7 @@ fn open_tokens(path: &Path) -> Result<Dataset, DataError> {
         vocab: 1000,
         end_token: None,
         chat: plimsoll_train::data::ChatSpec::default(),
-        pairs: false,
+        objective: Objective::Supervised,
     };
     Dataset::open(&spec, None, &path.with_extension("cache"), 2, &mut |_, _| ControlFlow::Continue(()))
 }

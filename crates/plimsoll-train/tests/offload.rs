@@ -181,6 +181,7 @@ fn run_on(
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: 4 }),
         device: &device,
         host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },
@@ -189,14 +190,14 @@ fn run_on(
         rungs: vec![],
         share: Share::SINGLE_DEVICE,
     };
-    let levels = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
-    let recipe = Recipe { micro_batch, recompute: levels, offload, rungs: vec![] };
+    let recompute = RecomputeLevel::ALL.iter().rev().cycle().take(config.layers as usize).copied().collect();
+    let recipe = Recipe { micro_batch, recompute, offload, rungs: vec![] };
     let outcome = plan_recipe(&request, &recipe);
+    let layout = &outcome.layout;
     check(&outcome.set).unwrap_or_else(|e| panic!("{recipe}: {e}"));
     // A tied head moves with its embedding. Every other choice offloads something.
-    let offloaded_bytes = outcome.layout.host.bytes + outcome.layout.file.bytes;
-    assert!(offload.is_nothing() || config.tied || offloaded_bytes > 0, "{offload}");
-    assert!(device.kind != DeviceKind::Cpu || outcome.layout.host.bytes == 0, "the CPU is its own host");
+    assert!(offload.is_nothing() || config.tied || layout.host.bytes + layout.file.bytes > 0, "{offload}");
+    assert!(device.kind != DeviceKind::Cpu || layout.host.bytes == 0, "the CPU is its own host");
     let set = outcome.set.clone();
     let spec = VirtualDeviceSpec {
         name: "virtual:a".into(),
@@ -221,8 +222,7 @@ fn run_on(
         losses.push([loss.loss.to_bits(), loss.norm.to_bits()]);
     }
     let evaluated = engine.evaluate(&mut rows(SEQUENCES, config.vocab, 9)).unwrap().loss_sum.to_bits();
-    let logits = engine.extend(&[3, 1, 4, 1, 5], 0).unwrap();
-    let logits = logits.iter().map(|logit| logit.to_bits()).collect();
+    let logits = engine.extend(&[3, 1, 4, 1, 5], 0).unwrap().iter().map(|logit| logit.to_bits()).collect();
     for program in [ProgramKind::Checkpoint, ProgramKind::Save, ProgramKind::Restore]
         .into_iter()
         .filter(|kind| set.program(*kind).is_some())

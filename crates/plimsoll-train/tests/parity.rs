@@ -7,7 +7,7 @@ use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, plan_recip
 use plimsoll_program::models::Parameter;
 use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer};
 use plimsoll_program::{ProgramKind, ProgramSet, Share};
-use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Rows};
+use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Objective, Rows};
 use plimsoll_train::engine::tensor_files::{ModelSource, TensorWriter};
 use plimsoll_train::engine::{Engine, StepInput};
 use plimsoll_train::files::{AdapterDir, BaseModel, ModelDir, StoredTensor, WeightFiles, write_adapter_dir};
@@ -93,7 +93,7 @@ impl Case {
             vocab: self.dir.config.vocab,
             end_token: None,
             chat: plimsoll_train::data::ChatSpec::default(),
-            pairs: false,
+            objective: Objective::Supervised,
         };
         let data = Dataset::open(&spec, None, cache, 1, &mut |_, _| ControlFlow::Continue(())).expect("the data opens");
         let rows = Rows::new(data.rows(), self.sequence);
@@ -149,6 +149,7 @@ impl Case {
             }),
             evaluate: true,
             score: false,
+            temperature: 1.0,
             generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
             device: &device,
             host: HostSpec::NONE,

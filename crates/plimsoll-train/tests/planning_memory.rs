@@ -27,6 +27,7 @@ fn search_holds_programs_of_one_recipe() {
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: None,
         device: &device,
         host: HostSpec { budget: Bytes::gib(4), memory_bytes_per_second: 30e9, ..HostSpec::NONE },

@@ -1,7 +1,7 @@
 //! The progress of a run as one line, from its events so far.
 
 use crate::text::{clock, count, percent, seconds};
-use plimsoll_core::{Bytes, Event, PreferenceFigures, Recovery, format_count};
+use plimsoll_core::{Bytes, Event, PreferenceFigures, Recovery, RoundFigures, format_count};
 
 /// Weight of the newest step in the running mean of the step time, 0 to 1.
 const NEWEST: f64 = 0.1;
@@ -31,6 +31,8 @@ pub struct Progress {
     last: Option<LastStep>,
     /// How much the answers of the newest step are preferred; `None` without pairs of answers.
     preferences: Option<PreferenceFigures>,
+    /// Figures of the completions of the newest step; `None` without sampled completions.
+    round: Option<Box<RoundFigures>>,
     /// Seconds of training since the last step for which a line was printed.
     silent_seconds: f64,
 }
@@ -76,10 +78,11 @@ impl Progress {
                 self.silent_seconds = 0.0;
                 Some(self.line())
             }
-            Event::Evaluation { step, loss, exact_match, seconds: took, device, .. } => {
+            Event::Evaluation { step, loss, reward, exact_match, seconds: took, device, .. } => {
                 let by = device.as_ref().map_or(String::new(), |device| format!(" by {device}"));
                 let exact = exact_match.map(|share| format!(", exact match {}", percent(share, 1))).unwrap_or_default();
-                Some(format!("evaluation after step {step}{by}: loss {loss:.4}{exact} ({})", seconds(*took)))
+                let found = reward.map_or(format!("loss {loss:.4}"), |reward| format!("reward {reward:.3}"));
+                Some(format!("evaluation after step {step}{by}: {found}{exact} ({})", seconds(*took)))
             }
             Event::Reference { rows, all_rows, seconds: took } => {
                 let of_all = format_count(*all_rows, "row");
@@ -91,6 +94,10 @@ impl Progress {
             }
             Event::Preferences { step, figures, .. } => {
                 Some(format!("preferences after step {step}: {}", preferences_text(figures)))
+            }
+            Event::Round { figures, .. } => {
+                self.round = Some(figures.clone());
+                None
             }
             Event::Checkpoint { step, path, seconds: took } => {
                 Some(format!("checkpoint after step {step}: {path} ({})", seconds(*took)))
@@ -127,6 +134,10 @@ impl Progress {
             if last.loss.is_nan() { "no label".to_owned() } else { format!("loss {:.4}", last.loss) },
         ];
         parts.extend(self.preferences.map(|figures| format!("prefers {}", percent(figures.accuracy, 0))));
+        if let Some(figures) = &self.round {
+            let length = figures.completions.mean_length;
+            parts.extend([format!("reward {:.3}", figures.reward), format!("length {length:.0}")]);
+        }
         parts.extend([
             format!("rate {:.1e}", last.learning_rate),
             format!("{} tok/s{}", count(tokens_per_second), if self.simulated { " (simulated)" } else { "" }),
@@ -368,7 +379,8 @@ pub(crate) mod tests {
         let mut progress = Progress::default();
         for (device, by) in [(None, ""), (Some("cuda:1".to_owned()), " by cuda:1")] {
             let (loss, exact_match) = (0.5, Some(0.975));
-            let evaluation = Event::Evaluation { step: 50, loss, exact_match, tokens: 10, seconds: 0.25, device };
+            let (tokens, seconds, reward) = (10, 0.25, None);
+            let evaluation = Event::Evaluation { step: 50, loss, reward, exact_match, tokens, seconds, device };
             let told = format!("evaluation after step 50{by}: loss 0.5000, exact match 97.5 % (250.0 ms)");
             assert_eq!(progress.update(&evaluation), Some(told));
         }

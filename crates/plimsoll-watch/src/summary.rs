@@ -98,7 +98,10 @@ pub fn already_done(result: &RunResult, folder: &str, model: Option<&str>, more:
 fn losses(result: &RunResult) -> String {
     let mut text = format!("loss {:.4} -> {:.4}", result.loss.first, result.loss.last);
     if let Some(eval) = &result.eval {
-        text += &format!(", held-out loss {:.4}", eval.loss);
+        text += &match eval.reward {
+            Some(reward) => format!(", held-out reward {reward:.3}"),
+            None => format!(", held-out loss {:.4}", eval.loss),
+        };
         if let Some(share) = eval.exact_match {
             text += &format!(", exact match {}", percent(share, 1));
         }
@@ -273,7 +276,8 @@ mod tests {
             unlabelled_steps: None,
             tokens_per_second: 48_704.0,
             step_seconds: StepSeconds { median: 0.0862, p95: 0.0991, predicted: 0.0841 },
-            eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975), preferences: None }),
+            eval: Some(EvalResult { loss: 0.0288, exact_match: Some(0.975), preferences: None, reward: None }),
+            rounds: vec![],
             memory: vec![DeviceMemory {
                 device: "cpu".into(),
                 budget_bytes: Bytes::mib(48),
@@ -374,6 +378,7 @@ model: runs/sums/model
             status: RunStatus::Stopped,
             steps: 12,
             eval: None,
+            rounds: vec![],
             recoveries: vec![recovery],
             faults_not_triggered,
             ..result()

@@ -24,6 +24,7 @@ mod plan;
 mod preference;
 mod recovery;
 mod report;
+mod rounds;
 mod scratch;
 mod serve;
 mod sweep;

@@ -92,6 +92,8 @@ pub struct Case {
     pub evaluate: bool,
     /// Whether the case computes the log-probabilities of labels before a step.
     pub score: bool,
+    /// Divisor of the logits in the loss.
+    pub temperature: f64,
     /// Parameters of text generation; `None` if the case generates nothing.
     pub generation: Option<Generation>,
     /// Source of the initial weights.
@@ -254,6 +256,7 @@ impl Case {
             threads: rng.range(1, 2) as u32,
             evaluate: optimizer.is_some() && rng.chance(0.8) || generation.is_none(),
             score: optimizer.is_some() && number.is_multiple_of(2),
+            temperature: if number.is_multiple_of(4) { 0.7 } else { 1.0 },
             optimizer,
             generation,
             source,
@@ -332,6 +335,7 @@ impl Case {
             optimizer: self.optimizer,
             evaluate: self.evaluate,
             score: self.score,
+            temperature: self.temperature,
             generation: self.generation,
             device,
             host: self.device.host(),

@@ -304,6 +304,7 @@ impl RandomTeam {
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
             evaluate: false,
             score: false,
+            temperature: 1.0,
             generation: None,
             device,
             host,

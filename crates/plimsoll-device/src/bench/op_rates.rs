@@ -309,6 +309,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
         }),
         evaluate: false,
         score: false,
+        temperature: 1.0,
         generation: None,
         files: true,
     });
@@ -317,8 +318,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
     let (positions, starts) = (find("train.positions"), find("train.document_start"));
     let weights = find("train.token_weights");
     let mut device = (subject.open)(set.clone(), separate_placement(&set), subject.precision)?;
-    let is_counting = Arc::new(Mutex::new(false));
-    let sums = Arc::new(Mutex::new(BTreeMap::new()));
+    let (is_counting, sums) = (Arc::new(Mutex::new(false)), Arc::new(Mutex::new(BTreeMap::new())));
     let timer = OpTimer {
         set: Arc::new(set),
         started: Instant::now(),

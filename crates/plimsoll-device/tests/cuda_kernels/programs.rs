@@ -96,6 +96,7 @@ fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {
         }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: CHUNK }),
         files: true,
     })

@@ -35,6 +35,8 @@ pub struct PlanRequest<'a> {
     pub evaluate: bool,
     /// Whether each step begins with the log-probabilities of its labels.
     pub score: bool,
+    /// Divisor of the logits in the loss, the temperature at which completions are sampled; 1 for other objectives.
+    pub temperature: f64,
     /// Sizes for token generation, in tokens: of the key-value cache, and of one prefill call. `None` if the run
     /// generates no tokens.
     pub generation: Option<Generation>,
@@ -197,6 +199,7 @@ impl PlanRequest<'_> {
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
             score: self.score,
+            temperature: self.temperature,
             generation: self.generation,
             files: files != FilePrograms::Without,
         });

@@ -22,6 +22,7 @@ pub fn plan_request<'a>(
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
         score: false,
+        temperature: 1.0,
         generation: None,
         device,
         host: HostSpec::NONE,

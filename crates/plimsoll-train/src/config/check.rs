@@ -1,7 +1,9 @@
 //! Rules of a run file that its types cannot express: ranges, and combinations of keys.
 
 use super::keys::source_key;
-use super::{DataSection, DataSource, DpoLoss, HUB_PREFIX, Init, Method, Objective, Optimizer, RunConfig};
+use super::{
+    DataSection, DataSource, DpoLoss, Format, GrpoSection, HUB_PREFIX, Init, Method, Objective, Optimizer, RunConfig,
+};
 use crate::files::ModuleNames;
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_plan::device_request::DevicesRequest;
@@ -29,6 +31,7 @@ pub(super) enum RuleViolation {
 
 /// Checks the ranges of all keys and the rules between keys. Returns the first violation.
 pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
+    check_round_size(config)?;
     check_ranges(config)?;
     check_sources(&config.data)?;
     check_combinations(config)?;
@@ -39,7 +42,7 @@ pub(super) fn check(config: &RunConfig) -> Result<(), RuleViolation> {
 }
 
 fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
-    let RunConfig { data, train, lora, dpo, recipe, run, .. } = config;
+    let RunConfig { data, train, lora, dpo, grpo, recipe, run, .. } = config;
     let positive = |number: f64| number.is_finite() && number > 0.0;
     let not_negative = |number: f64| number.is_finite() && number >= 0.0;
     let share = |number: f64| (0.0..1.0).contains(&number);
@@ -70,15 +73,40 @@ fn check_ranges(config: &RunConfig) -> Result<(), RuleViolation> {
         ("dpo.beta", positive(dpo.beta)),
         ("dpo.label_smoothing", (0.0..0.5).contains(&dpo.label_smoothing)),
         ("recipe.micro_batch", recipe.micro_batch != Some(0)),
+        ("recipe.slots", recipe.slots.is_none_or(|slots| (1..=4096).contains(&slots))),
         ("run.dir", !run.dir.trim().is_empty()),
         ("run.max_temperature", run.max_temperature.is_none_or(|celsius| (30.0..=120.0).contains(&celsius))),
         ("run.heartbeat_seconds", (1.0..=3600.0).contains(&run.heartbeat_seconds)),
         ("run.threads", run.threads.requested().is_none_or(|count| (1..=1024).contains(&count))),
     ];
-    match rules.into_iter().find(|(_, holds)| !holds) {
+    match rules.into_iter().chain(grpo_ranges(grpo)).find(|(_, holds)| !holds) {
         Some((key, _)) => Err(RuleViolation::OutOfRange(key.into())),
         None => Ok(()),
     }
+}
+
+/// Returns for each key of `[grpo]` with a range whether its value lies there.
+fn grpo_ranges(grpo: &GrpoSection) -> impl Iterator<Item = (&'static str, bool)> {
+    let positive = |number: f64| number.is_finite() && number > 0.0;
+    let tokens = |count: u32| (1..=1 << 23).contains(&count);
+    let count = |number: u64, least: u64| (least..=1 << 24).contains(&number);
+    [
+        ("grpo.num_generations", count(grpo.num_generations, 2)),
+        ("grpo.prompts_per_step", count(grpo.prompts_per_step, 1)),
+        ("grpo.max_prompt_length", tokens(grpo.max_prompt_length)),
+        ("grpo.max_completion_length", tokens(grpo.max_completion_length)),
+        ("grpo.temperature", positive(grpo.temperature)),
+        ("grpo.top_p", grpo.top_p > 0.0 && grpo.top_p <= 1.0),
+        ("grpo.min_p", (0.0..=1.0).contains(&grpo.min_p)),
+        ("grpo.repetition_penalty", positive(grpo.repetition_penalty)),
+        ("grpo.beta", grpo.beta.is_finite() && grpo.beta >= 0.0),
+        ("grpo.epsilon", grpo.epsilon > 0.0 && grpo.epsilon < 1.0),
+        ("grpo.epsilon_high", grpo.epsilon_high.is_none_or(positive)),
+        ("grpo.num_iterations", count(grpo.num_iterations, 1)),
+        ("grpo.reward_weights", grpo.reward_weights.iter().all(|weight| weight.is_finite())),
+        ("grpo.reward_timeout_seconds", (1.0..=86400.0).contains(&grpo.reward_timeout_seconds)),
+    ]
+    .into_iter()
 }
 
 /// Checks the sources of training data.
@@ -183,18 +211,62 @@ fn check_method(config: &RunConfig) -> Result<(), RuleViolation> {
 /// Checks that the settings of the objective agree with each other.
 fn check_objective(config: &RunConfig) -> Result<(), RuleViolation> {
     let RunConfig { train, lora, dpo, .. } = config;
-    if train.objective != Objective::Dpo {
-        return Ok(());
-    }
-    if dpo.label_smoothing > 0.0 && dpo.loss_type != DpoLoss::Sigmoid {
+    let name = match train.objective {
+        Objective::Supervised => return Ok(()),
+        Objective::Dpo => "dpo",
+        Objective::Grpo => "grpo",
+    };
+    if train.objective == Objective::Grpo {
+        check_rounds(config)?;
+    } else if dpo.label_smoothing > 0.0 && dpo.loss_type != DpoLoss::Sigmoid {
         let message = "only the loss \"sigmoid\" smooths labels";
         return Err(invalid("dpo.label_smoothing", message, "set it to 0, or dpo.loss_type = \"sigmoid\""));
     }
     let rungs = train.rungs.as_deref().unwrap_or_default();
     let has_adapters = train.method == Method::Lora || rungs.contains(&Rung::Lora);
     if has_adapters && lora.dropout > 0.0 {
-        let message = "train.objective = \"dpo\" does not support dropout: its score runs without it";
-        return Err(invalid("lora.dropout", message, "set it to 0"));
+        let message = format!("train.objective = \"{name}\" does not support dropout: its score runs without it");
+        return Err(invalid("lora.dropout", &message, "set it to 0"));
+    }
+    Ok(())
+}
+
+/// Checks that the completions of a round are not too many. Other keys follow from their number.
+fn check_round_size(config: &RunConfig) -> Result<(), RuleViolation> {
+    let (completions, sequence) = (config.grpo.completions(), u64::from(config.grpo.sequence()));
+    let is_too_large = completions.saturating_mul(sequence) > MAX_BATCH_TOKENS;
+    if config.train.objective != Objective::Grpo || !is_too_large {
+        return Ok(());
+    }
+    let message = format!("{completions} completions of {sequence} tokens are more than {MAX_BATCH_TOKENS} tokens");
+    Err(invalid("grpo.prompts_per_step", &message, "take fewer prompts, smaller groups, or shorter completions"))
+}
+
+/// Checks the settings of a run that trains on completions.
+fn check_rounds(config: &RunConfig) -> Result<(), RuleViolation> {
+    let RunConfig { data, grpo, .. } = config;
+    let hint = "leave it out: it follows from [grpo]";
+    if config.samples_completions() && grpo.beta > 0.0 {
+        let message = "the KL penalty of sampled completions is not supported yet";
+        return Err(invalid("grpo.beta", message, "set it to 0, the default, or train on completions of a file"));
+    }
+    if data.format == Format::Rollouts && data.source.iter().any(|source| source.weight.is_some()) {
+        let message = "sources of rollouts take no weight: a weighted mixture separates completions of one prompt";
+        return Err(invalid("data.source", message, "leave the weights out"));
+    }
+    if data.sequence != grpo.sequence() {
+        let message = format!("prompt and completion have {} tokens with train.objective = \"grpo\"", grpo.sequence());
+        return Err(invalid("data.sequence", &message, hint));
+    }
+    if config.batch_sequences() != grpo.completions() {
+        let message =
+            format!("a step has {} with train.objective = \"grpo\"", format_count(grpo.completions(), "completion"));
+        return Err(invalid("train.batch_tokens", &message, hint));
+    }
+    if !grpo.reward_weights.is_empty() && !grpo.rewards.is_empty() && grpo.reward_weights.len() != grpo.rewards.len() {
+        let (weights, rewards) = (grpo.reward_weights.len(), grpo.rewards.len());
+        let message = format!("{} for {}", format_count(weights, "weight"), format_count(rewards, "reward"));
+        return Err(invalid("grpo.reward_weights", &message, "give one weight for each reward, or none"));
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! The run file: every key of `run.toml` with its type and default, as plain data.
 //!
 //! `read` parses text and `--set` settings, `keys` lists each key with its expected value, `check` holds the rules between
-//! keys, `sources` has the tables `[[data.source]]`, and `grid` expands the settings of a sweep. Nothing here looks at models, data or devices: `resolve` reports a
+//! keys, `sources` has the tables `[[data.source]]`, `objectives` the settings of objectives, and `grid` expands the settings of
+//! a sweep. Nothing here looks at models, data or devices: `resolve` reports a
 //! path that does not exist or an unknown preset.
 //!
 //! Steps to add a key: the field and its default here, a line in `keys`, a rule in `check` if it has a range, and a row
@@ -10,12 +11,14 @@
 mod check;
 pub mod grid;
 mod keys;
+mod objectives;
 mod read;
 mod sources;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use check::MAX_BATCH_TOKENS;
+pub use objectives::{DpoLoss, DpoSection, GrpoLoss, GrpoSection, ImportanceLevel, Objective, RewardScale};
 pub use read::{RunConfigError, list_setting, model_setting, setting};
 pub use sources::{DataSource, Split};
 
@@ -47,6 +50,8 @@ pub struct RunConfig {
     pub lora: LoraSection,
     /// Settings of direct preference optimization, if it is the objective.
     pub dpo: DpoSection,
+    /// Settings of group relative policy optimization, if it is the objective.
+    pub grpo: GrpoSection,
     /// Memory limits, and the lossy savings (rungs) that the planner may take.
     pub memory: MemorySection,
     /// Planner choices that the user fixes: micro-batch and recompute levels.
@@ -200,6 +205,10 @@ pub enum Format {
     PromptCompletion,
     /// Pairs of answers: `chosen` and `rejected`.
     Preference,
+    /// Prompts whose completions the model samples: `prompt`. Other keys are for rewards.
+    Prompt,
+    /// Completions that a model has sampled: `prompt_ids`, `completion_ids` and `rewards`.
+    Rollouts,
 }
 
 /// Messages of a conversation that are trained.
@@ -345,51 +354,6 @@ pub enum Length {
     Hours(f64),
 }
 
-/// The objective of training.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Objective {
-    /// The labelled tokens of the data are made more likely.
-    #[default]
-    Supervised,
-    /// Direct preference optimization (Rafailov et al., 2023): chosen answers are made more likely than rejected ones, compared
-    /// to the model with its initial weights.
-    Dpo,
-}
-
-/// The section `[dpo]` of a run file: settings of direct preference optimization.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DpoSection {
-    /// Strength of the implicit KL penalty towards the reference model, the model with its initial weights.
-    pub beta: f64,
-    /// The loss of a pair of answers.
-    pub loss_type: DpoLoss,
-    /// Assumed share of pairs with chosen and rejected answer swapped; only with the loss `sigmoid`.
-    pub label_smoothing: f64,
-    /// Whether the reference model is left out: its log-probabilities then count as 0.
-    pub reference_free: bool,
-}
-
-impl Default for DpoSection {
-    fn default() -> DpoSection {
-        DpoSection { beta: 0.1, loss_type: DpoLoss::Sigmoid, label_smoothing: 0.0, reference_free: false }
-    }
-}
-
-/// The loss of a pair of answers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DpoLoss {
-    /// −log σ(β · margin), of DPO.
-    #[default]
-    Sigmoid,
-    /// max(0, 1 − β · margin), of SLiC (Zhao et al., 2023).
-    Hinge,
-    /// (margin − 1/(2β))², of IPO (Azar et al., 2023), with means over tokens in place of sums.
-    Ipo,
-}
-
 /// The optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -533,6 +497,10 @@ pub struct RecipeSection {
     /// the planner chooses.
     #[serde(deserialize_with = "read::one_or_many")]
     pub recompute: Vec<RecomputeLevel>,
+    /// Number of completions that are sampled at once, each with a slot of the key-value cache; `None` (`"auto"`) for as many
+    /// as have room.
+    #[serde(deserialize_with = "read::auto_or_number", skip_serializing_if = "Option::is_none")]
+    pub slots: Option<u32>,
 }
 
 /// The section `[run]` of a run file: run folder, devices and their operation.
@@ -672,10 +640,43 @@ impl RunConfig {
         self.train.batch_tokens / u64::from(self.data.sequence)
     }
 
+    /// Returns the number of rows of training data of one optimizer step: prompts if the model samples completions of them,
+    /// else sequences.
+    pub fn batch_rows(&self) -> u64 {
+        if self.samples_completions() { self.grpo.prompts_per_step } else { self.batch_sequences() }
+    }
+
+    /// Returns the number of consecutive rows of training data that belong together: the completions of a prompt in a file.
+    pub fn rows_per_group(&self) -> u64 {
+        let has_groups = self.train.objective == Objective::Grpo && self.data.format == Format::Rollouts;
+        if has_groups { self.grpo.num_generations } else { 1 }
+    }
+
+    /// Returns whether the model of the run samples the completions on which it trains.
+    pub fn samples_completions(&self) -> bool {
+        self.train.objective == Objective::Grpo && self.data.format != Format::Rollouts
+    }
+
+    /// Returns whether steps begin with the log-probabilities of their labels.
+    pub fn has_score(&self) -> bool {
+        match self.train.objective {
+            Objective::Supervised => false,
+            Objective::Dpo => true,
+            Objective::Grpo => {
+                self.data.format == Format::Rollouts || self.grpo.beta > 0.0 || self.grpo.num_iterations > 1
+            }
+        }
+    }
+
+    /// Returns the number of consecutive steps that use the same rows of training data.
+    pub fn steps_per_batch(&self) -> u64 {
+        if self.train.objective == Objective::Grpo { self.grpo.num_iterations } else { 1 }
+    }
+
     /// Returns the number of sequences for which the process of a run holds buffers of a step: those of the step, and
     /// once more those whose scores it computes.
     pub fn buffered_sequences(&self) -> u64 {
-        self.batch_sequences() * if self.train.objective == Objective::Dpo { 2 } else { 1 }
+        self.batch_sequences() * if self.train.objective == Objective::Supervised { 1 } else { 2 }
     }
 
     /// Returns the element type of the computation on a kind of device. With `train.precision = "auto"` it is bf16 on

@@ -16,8 +16,8 @@ use std::ops::Range;
 use std::path::{self, Path, PathBuf};
 use toml_edit::{Document, DocumentMut, Item, TableLike, Value};
 
-/// Default of `train.learning_rate` for DPO, as in TRL.
-const DPO_LEARNING_RATE: f64 = 1e-6;
+/// Default of `train.learning_rate` for DPO and GRPO, as in TRL.
+const RELATIVE_LEARNING_RATE: f64 = 1e-6;
 
 /// An error in a run file or a setting.
 #[derive(Debug, thiserror::Error)]
@@ -277,8 +277,20 @@ impl RunConfig {
         if !is_set("model.init") && self.model.preset.is_some() {
             self.model.init = Init::Random;
         }
-        if !is_set("train.learning_rate") && self.train.objective == Objective::Dpo {
-            self.train.learning_rate = DPO_LEARNING_RATE;
+        if !is_set("train.learning_rate") && self.train.objective != Objective::Supervised {
+            self.train.learning_rate = RELATIVE_LEARNING_RATE;
+        }
+        if self.train.objective == Objective::Grpo {
+            // Each completion has a row.
+            if !is_set("data.pack") {
+                self.data.pack = false;
+            }
+            if !is_set("data.sequence") {
+                self.data.sequence = self.grpo.sequence();
+            }
+            if !is_set("train.batch_tokens") {
+                self.train.batch_tokens = self.grpo.completions().saturating_mul(u64::from(self.data.sequence));
+            }
         }
         if !is_set("train.batch_tokens") && self.data.sequence > 0 {
             let sequence = u64::from(self.data.sequence);

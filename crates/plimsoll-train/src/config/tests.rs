@@ -27,7 +27,8 @@ fn key_list_matches_structs() {
     file.model.preset = Some("p".into());
     (file.train.steps, file.train.epochs, file.train.hours) = (Some(1), Some(1.0), Some(1.0));
     file.data.template = Some("chatml".into());
-    file.recipe.micro_batch = Some(1);
+    (file.recipe.micro_batch, file.recipe.slots) = (Some(1), Some(1));
+    file.grpo.epsilon_high = Some(0.28);
     (file.model.adapter, file.train.rungs) = (Some("a".into()), Some(vec![]));
     file.lora.layers = vec![0];
     file.lora.rank_pattern = BTreeMap::from([("q_proj".into(), 2)]);
@@ -127,7 +128,7 @@ fn unknown_key_names_line_and_nearest_key() {
     assert_eq!(refusal(MODEL, &["stepz=5"]), "command line: unknown key `stepz`\n  hint: did you mean `train.steps`?");
     assert_eq!(
         refusal("[recipe]\nxylophone = 1\n", &[]),
-        "run.toml, line 2: unknown key `recipe.xylophone`\n  hint: [recipe] has micro_batch, recompute"
+        "run.toml, line 2: unknown key `recipe.xylophone`\n  hint: [recipe] has micro_batch, slots, recompute"
     );
 }
 

@@ -169,7 +169,9 @@ fn config() -> serde_json::Value {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{DataSpec, Dataset, Format, IGNORED_LABEL, LongSamples, Rows, Tokenizer, read_end_token};
+    use super::super::{
+        DataSpec, Dataset, Format, IGNORED_LABEL, LongSamples, Objective, Rows, Tokenizer, read_end_token,
+    };
     use super::*;
     use serde_json::Value;
     use std::collections::HashSet;
@@ -220,7 +222,7 @@ mod tests {
             vocab: VOCAB,
             end_token: None,
             chat: super::super::ChatSpec::default(),
-            pairs: false,
+            objective: Objective::Supervised,
         };
         let cache = folder.path().join("cache");
         let data = Dataset::open(&spec, None, &cache, 1, &mut |_, _| ControlFlow::Continue(())).unwrap();

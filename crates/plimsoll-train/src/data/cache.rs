@@ -22,7 +22,7 @@ use super::record_writer::{DatasetCounts, FIRST_TOKEN_BIT, RecordWriter};
 use super::source::{DocumentOrigin, SourceReader};
 use super::template::{ChatSettings, ChatTemplate, TemplateError};
 use super::tokenizer::file_sha256;
-use super::{ChatSpec, DataSpec, IGNORED_LABEL, TrainOn};
+use super::{ChatSpec, DataSpec, IGNORED_LABEL, Objective, TrainOn};
 use crate::files::FileSummary;
 use plimsoll_device::cache::sealed_json;
 use plimsoll_device::private_file;
@@ -116,7 +116,7 @@ fn find_chat(
     let newest = files.iter().map(|file| file.modified_ns).max().unwrap_or(0);
     let now = (newest / 1_000_000_000) as i64;
     // Messages of pairs say themselves whether they are trained.
-    let train_on = if spec.pairs { TrainOn::Assistant } else { *train_on };
+    let train_on = if spec.objective == Objective::Dpo { TrainOn::Assistant } else { *train_on };
     let settings = ChatSettings { train_on, train_on_end: *train_on_end, not_prefix: *not_prefix, now };
     Ok(Some((template, settings)))
 }

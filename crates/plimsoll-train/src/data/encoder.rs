@@ -1,6 +1,6 @@
 //! Tokenizing of documents in batches, in parallel, in the order of the files.
 
-use super::conversation::Conversation;
+use super::conversation::{Conversation, Prompt};
 use super::error::DataError;
 use super::formats::{DataFile, PreferencePair};
 use super::guard;
@@ -60,6 +60,8 @@ enum BatchText {
     Conversation(Box<Conversation>),
     /// A prompt with two answers.
     Preference(PreferencePair),
+    /// A prompt whose completions are sampled.
+    Prompt(Prompt),
 }
 
 /// The tokens of a batch item.
@@ -76,6 +78,8 @@ enum BatchTokens {
     ConversationAnswers([LabelledDocument; 2]),
     /// The documents of a conversation.
     Documents(Vec<LabelledDocument>),
+    /// A prompt with the special tokens of its template.
+    RenderedPrompt(Vec<u32>),
 }
 
 /// The tokens of a prompt and its completion.
@@ -191,6 +195,17 @@ impl BatchEncoder {
                 };
                 (BatchText::Preference(pair), bytes)
             }
+            DocumentPart::Prompt(prompt) => {
+                let bytes = match &prompt {
+                    Prompt::Text(text) => 2 * text.len(),
+                    Prompt::Conversation(_) if self.chat.is_none() => {
+                        let source = TemplateError::NoTemplate { folder: self.folder.clone() };
+                        return Err(DataError::Template { location: Some(origin.location(writer.files)), source });
+                    }
+                    Prompt::Conversation(_) => CONVERSATION_WEIGHT,
+                };
+                (BatchText::Prompt(prompt), bytes)
+            }
             DocumentPart::Verdict => {
                 return Err(DataError::Unpaired { location: origin.location(writer.files) });
             }
@@ -240,6 +255,14 @@ impl BatchEncoder {
             BatchTokens::Pair(pair) => {
                 let document = self.add_special_tokens(pair)?;
                 return writer.write_document(origin, &document);
+            }
+            BatchTokens::RenderedPrompt(ids) => {
+                let end_token = self.end_token.ok_or_else(|| self.no_end_token())? as i32;
+                let mut labels = vec![IGNORED_LABEL; ids.len()];
+                let mut ids: Vec<i32> = ids.into_iter().map(|id| id as i32).collect();
+                ids.push(end_token);
+                labels.push(end_token);
+                return writer.write_document(origin, &LabelledDocument { ids, labels });
             }
             BatchTokens::Documents(documents) => {
                 return documents.iter().try_for_each(|document| writer.write_document(origin, document));
@@ -338,6 +361,14 @@ fn encode_item(
         BatchText::Pair { prompt, completion } => {
             encode_completion(tokenizer, &prompt, &completion).map(BatchTokens::Pair)
         }
+        // The end token after the prompt is its only label: the completion is empty.
+        BatchText::Prompt(Prompt::Text(prompt)) => encode_completion(tokenizer, &prompt, "").map(BatchTokens::Pair),
+        BatchText::Prompt(Prompt::Conversation(conversation)) => {
+            let chat = chat.expect("a batch with a conversation has a template");
+            let failed = |error| EncodeFailure { origin: Some(origin), cause: EncodeCause::Template(error) };
+            let text = chat.render_prompt(&conversation).map_err(failed)?;
+            tokenizer.encode_whole(&text).map(BatchTokens::RenderedPrompt)
+        }
         BatchText::Preference(PreferencePair::Texts { prompt, answers: [chosen, rejected] }) => {
             let encode = |answer: &str| encode_completion(tokenizer, &prompt, answer);
             encode(&chosen).and_then(|chosen| Ok(BatchTokens::TextAnswers([chosen, encode(&rejected)?])))
@@ -384,7 +415,7 @@ fn encode_completion(tokenizer: &Tokenizer, prompt: &str, completion: &str) -> R
 #[cfg(test)]
 mod tests {
     use super::super::testing::{TestData, all_rows};
-    use super::super::{Format, RecordFormat, TrainOn, addition_example};
+    use super::super::{Format, Objective, RecordFormat, TrainOn, addition_example};
     use serde_json::json;
     use std::fs;
 
@@ -435,7 +466,7 @@ mod tests {
         let lines = lines.map(|line| line.to_string()).join("\n");
         let open = |pack: bool, sequence: u64| {
             let mut sample = sample(&lines, sequence);
-            (sample.spec.pairs, sample.spec.pack) = (true, pack);
+            (sample.spec.objective, sample.spec.pack) = (Objective::Dpo, pack);
             sample.open().map(|data| (all_rows(&data), data)).map_err(|error| error.to_string())
         };
         const I: i32 = -100;
@@ -479,7 +510,7 @@ mod tests {
         ];
         let labels = records.map(|record| {
             let mut sample = sample(&record.to_string(), 64);
-            (sample.spec.pairs, sample.spec.chat.train_on) = (true, TrainOn::All);
+            (sample.spec.objective, sample.spec.chat.train_on) = (Objective::Dpo, TrainOn::All);
             let template = "9{% for m in messages %}{{ m['content'] }}<end>{% endfor %}";
             fs::write(sample.path("chat_template.jinja"), template).unwrap();
             sample.spec.chat.template = Some(sample.path("chat_template.jinja").display().to_string());
@@ -491,7 +522,7 @@ mod tests {
         assert_eq!(trained, [7, 12, 8, 12]);
         let same = json!({ "chosen": [question, chosen], "rejected": [question, chosen] });
         let mut same = sample(&same.to_string(), 64);
-        same.spec.pairs = true;
+        same.spec.objective = Objective::Dpo;
         let refused = same.open().unwrap_err().to_string();
         assert!(
             refused.contains("`chosen` has no message of the assistant after those that both answers share"),

@@ -2,7 +2,7 @@
 
 use super::record_format::RecordFormat;
 use super::template_error::TemplateError;
-use crate::config::Split;
+use crate::config::{Objective, Split};
 use plimsoll_core::{Bytes, Failure, format_count, is_disk_full};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -183,15 +183,20 @@ pub enum DataError {
     /// A file has records of a format that the training objective does not use.
     #[error(
         "{}: its format is {format}, {}", file.display(),
-        if *takes_pairs { "but train.objective = \"dpo\" takes preference" } else { "which only train.objective = \"dpo\" takes" }
+        match objective {
+            Objective::Dpo => "but train.objective = \"dpo\" takes preference",
+            Objective::Grpo => "but train.objective = \"grpo\" takes prompt or rollouts",
+            Objective::Supervised if *format == RecordFormat::Preference => "which only train.objective = \"dpo\" takes",
+            Objective::Supervised => "which only train.objective = \"grpo\" takes",
+        }
     )]
     OtherObjective {
         /// Path of the data file.
         file: PathBuf,
         /// Format of its records.
         format: RecordFormat,
-        /// Whether the objective takes pairs of answers.
-        takes_pairs: bool,
+        /// The objective.
+        objective: Objective,
     },
     /// A pair of answers is longer than a row.
     #[error(
@@ -448,11 +453,17 @@ fn hint(error: &DataError) -> Option<String> {
             return Some(format!(r#"name one of them: data.format = "{first}" or "{second}""#));
         }
         DataError::MixedRecords { .. } => "write the records of each format into a file of their own",
-        DataError::OtherObjective { takes_pairs: false, .. } => {
+        DataError::OtherObjective { objective: Objective::Supervised, format: RecordFormat::Preference, .. } => {
             r#"to train on pairs, set train.objective = "dpo"; to use the chosen answers alone, write each as "completion" beside its "prompt""#
         }
-        DataError::OtherObjective { takes_pairs: true, .. } => {
+        DataError::OtherObjective { objective: Objective::Supervised, .. } => {
+            r#"to sample completions and reward them, set train.objective = "grpo"; to train on answers, write each as "completion" beside its "prompt""#
+        }
+        DataError::OtherObjective { objective: Objective::Dpo, .. } => {
             r#"give each prompt two answers: {"prompt": "...", "chosen": "...", "rejected": "..."}"#
+        }
+        DataError::OtherObjective { objective: Objective::Grpo, .. } => {
+            r#"write each prompt as "prompt", a text or a list of messages; data.format = "prompt" ignores keys of other formats"#
         }
         DataError::AnswersTooLong { tokens, .. } => {
             return Some(format!("set data.sequence to {} or more, or shorten the record", tokens - 1));

@@ -145,7 +145,12 @@ mod tests {
 
     fn batches(data: &TrainingData, epochs: Option<f64>) -> BatchSampler {
         let order = RowOrder { seed: 5, rows: data.rows(), shuffle: true };
-        BatchSampler { order, rows: 7, row_limit: epochs.map(|epochs| order.rows_of_epochs(epochs)) }
+        BatchSampler {
+            order,
+            rows: 7,
+            row_limit: epochs.map(|epochs| order.rows_of_epochs(epochs)),
+            steps_per_batch: 1,
+        }
     }
 
     #[test]

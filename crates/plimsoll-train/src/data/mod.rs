@@ -21,6 +21,8 @@
 //! - Conversations: the text that the chat template writes, with labels for the trained messages.
 //! - Preferences: two documents, the prompt with the chosen answer and the prompt with the rejected one, with labels for
 //!   the answers.
+//! - Prompts: the tokens of the prompt and an end token, which alone has a label. The completions are sampled.
+//! - Rollouts: the tokens of a prompt and its completion, with labels for the completion.
 //!
 //! A document without a label after its first token has nothing to predict: it is skipped and counted.
 //!
@@ -78,6 +80,7 @@ mod prompts;
 mod record_format;
 mod record_writer;
 pub mod report;
+mod rollouts;
 mod rows;
 mod source;
 pub mod template;
@@ -103,13 +106,14 @@ pub(crate) use order::splitmix64;
 pub use order::{BatchSampler, RowOrder};
 pub(crate) use prompts::{PromptEncoder, PromptRecord, read_conversation, read_prompts};
 pub use record_format::RecordFormat;
+pub(crate) use rollouts::{RolloutRewards, read_rollouts};
 pub use rows::{Dataset, IGNORED_LABEL, Rows};
 
 pub(crate) use tokenizer::read_pad_token;
 pub use tokenizer::{Tokenizer, read_begin_token, read_end_token};
 pub use training_data::TrainingData;
 
-pub use crate::config::{Format, LongSamples, NotPrefix, Split, TrainOn, TrainOnEnd};
+pub use crate::config::{Format, LongSamples, NotPrefix, Objective, Split, TrainOn, TrainOnEnd};
 
 /// Selection of data files and the rules that turn them into rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -133,8 +137,8 @@ pub struct DataSpec {
     pub end_token: Option<u32>,
     /// Rules that turn conversations into text with labels.
     pub chat: ChatSpec,
-    /// Whether the data are pairs of answers, of the format `preference`. Data of this format are refused otherwise.
-    pub pairs: bool,
+    /// Objective of the training. Data of formats that it does not train on are refused.
+    pub objective: Objective,
 }
 
 /// Rules that turn conversations into text with labels.

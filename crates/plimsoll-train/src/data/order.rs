@@ -38,12 +38,14 @@ pub struct BatchSampler {
     pub rows: u64,
     /// Number of rows after which training ends ([`RowOrder::rows_of_epochs`]); `None` if it may go on for ever.
     pub row_limit: Option<u64>,
+    /// Number of consecutive steps that have the same rows. Must not be 0.
+    pub steps_per_batch: u64,
 }
 
 impl BatchSampler {
     /// Returns the number of steps, and `None` if there is no [`BatchSampler::row_limit`].
     pub fn steps(&self) -> Option<u64> {
-        self.row_limit.map(|end| end.div_ceil(self.rows))
+        self.row_limit.map(|end| end.div_ceil(self.rows).saturating_mul(self.steps_per_batch))
     }
 
     /// Returns the positions in the stream of rows ([`RowOrder::row`]) that belong to step `step`, counted from 0.
@@ -51,7 +53,7 @@ impl BatchSampler {
     pub fn positions(&self, step: u64) -> Range<u64> {
         assert!(self.rows > 0, "a step needs at least one row");
         let end = self.row_limit.unwrap_or(u64::MAX);
-        let first = step.saturating_mul(self.rows).min(end);
+        let first = (step / self.steps_per_batch).saturating_mul(self.rows).min(end);
         first..first.saturating_add(self.rows).min(end)
     }
 }
@@ -107,7 +109,7 @@ mod tests {
         #[test]
         fn steps_cover_epochs_without_gap_or_overlap(rows in 1u64..50, step_rows in 1u64..70, epochs in 0.0f64..5.0) {
             let order = RowOrder { seed: 1, rows, shuffle: false };
-            let batches = BatchSampler { order, rows: step_rows, row_limit: Some(order.rows_of_epochs(epochs)) };
+            let batches = BatchSampler { order, rows: step_rows, row_limit: Some(order.rows_of_epochs(epochs)), steps_per_batch: 1 };
             let steps = batches.steps().unwrap();
             let mut next = 0;
             for step in 0..steps {

@@ -1,6 +1,6 @@
 //! The names of the formats of records.
 
-use crate::config::Format;
+use crate::config::{Format, Objective};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -22,6 +22,10 @@ pub enum RecordFormat {
     PromptCompletion,
     /// Pairs of a chosen and a rejected answer, or completions with a verdict.
     Preference,
+    /// Prompts without completions.
+    Prompt,
+    /// Completions as token ids, with their rewards.
+    Rollouts,
 }
 
 impl RecordFormat {
@@ -35,12 +39,14 @@ impl RecordFormat {
             RecordFormat::Alpaca => "alpaca",
             RecordFormat::PromptCompletion => "prompt_completion",
             RecordFormat::Preference => "preference",
+            RecordFormat::Prompt => "prompt",
+            RecordFormat::Rollouts => "rollouts",
         }
     }
 
     /// Returns whether the records are tokenized.
     pub fn needs_tokenizer(self) -> bool {
-        self != RecordFormat::Tokens
+        !matches!(self, RecordFormat::Tokens | RecordFormat::Rollouts)
     }
 
     /// Returns whether all records are conversations, which need a chat template.
@@ -50,7 +56,18 @@ impl RecordFormat {
 
     /// Returns whether records may be conversations.
     pub(super) fn may_need_template(self) -> bool {
-        self.needs_template() || matches!(self, RecordFormat::PromptCompletion | RecordFormat::Preference)
+        self.needs_template()
+            || matches!(self, RecordFormat::PromptCompletion | RecordFormat::Preference | RecordFormat::Prompt)
+    }
+
+    /// Returns whether an objective trains on records of the format.
+    pub(super) fn serves(self, objective: Objective) -> bool {
+        let of = match self {
+            RecordFormat::Preference => Objective::Dpo,
+            RecordFormat::Prompt | RecordFormat::Rollouts => Objective::Grpo,
+            _ => Objective::Supervised,
+        };
+        of == objective
     }
 
     /// Returns the keys that a record of the format has, for messages.
@@ -65,6 +82,10 @@ impl RecordFormat {
                 r#"{"prompt": "...", "completion": "..."}, both as text or both as lists of messages"#
             }
             RecordFormat::Preference => r#"{"prompt": "...", "chosen": "...", "rejected": "..."}; prompt is optional"#,
+            RecordFormat::Prompt => r#"{"prompt": "..."}, as a text or a list of messages; rewards read other keys"#,
+            RecordFormat::Rollouts => {
+                r#"{"prompt_ids": [..], "completion_ids": [..], "rewards": 1.0, "old_logps": [..]}; old_logps are optional"#
+            }
         }
     }
 }
@@ -87,6 +108,8 @@ impl Format {
             Format::Alpaca => RecordFormat::Alpaca,
             Format::PromptCompletion => RecordFormat::PromptCompletion,
             Format::Preference => RecordFormat::Preference,
+            Format::Prompt => RecordFormat::Prompt,
+            Format::Rollouts => RecordFormat::Rollouts,
         })
     }
 }

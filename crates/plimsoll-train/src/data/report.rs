@@ -419,7 +419,9 @@ fn warnings(figures: &DataFigures, scan: &Scan, data: &TrainingData, settings: &
         warnings.push(DataWarning::new("double-begin", text));
     }
     warnings.extend(data.warnings().iter().map(|text| DataWarning::new("template", text)));
-    if let Some(padding) = figures.padding_share.filter(|&share| share >= MOSTLY_PADDING) {
+    // Rows of prompts are padded up to the longest completion.
+    let has_prompts = data.formats().contains(&RecordFormat::Prompt);
+    if let Some(padding) = figures.padding_share.filter(|&share| share >= MOSTLY_PADDING && !has_prompts) {
         let remedy = if data.is_packed() { "" } else { " set data.pack = true or" };
         let text = format!("{} of all positions are padding;{remedy} lower data.sequence", percent(padding));
         warnings.push(DataWarning::new("mostly-padding", text));

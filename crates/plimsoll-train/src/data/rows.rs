@@ -5,7 +5,7 @@ use super::cache::{Record, RowRule, RowStarts, SCAN_RECORDS, TokenCache};
 use super::error::{DataError, SourceLocation};
 use super::formats::{DataFile, resolve_formats};
 use super::record_format::RecordFormat;
-use super::{DataSpec, LongSamples, globs};
+use super::{DataSpec, LongSamples, Objective, globs};
 use plimsoll_core::Bytes;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -55,11 +55,10 @@ impl Dataset {
         let files = resolve_formats(globs::list_files(&spec.patterns, spec.format, spec.split)?, spec.format)?;
         // A file without records has no format.
         let formats = files.iter().filter_map(|file| Some((file, file.format?)));
-        if let Some((file, format)) =
-            formats.clone().find(|(_, format)| (*format == RecordFormat::Preference) != spec.pairs)
-        {
+        let (objective, pairs) = (spec.objective, spec.objective == Objective::Dpo);
+        if let Some((file, format)) = formats.clone().find(|(_, format)| !format.serves(objective)) {
             let file = file.path.clone();
-            return Err(DataError::OtherObjective { file, format, takes_pairs: spec.pairs });
+            return Err(DataError::OtherObjective { file, format, objective });
         }
         let cache = TokenCache::open(spec, &files, tokenizer, cache_folder, threads, progress)?;
         let counts = &cache.counts;
@@ -67,18 +66,24 @@ impl Dataset {
             let files = files.into_iter().map(|file| file.path).collect();
             return Err(DataError::Empty { files, skipped: counts.skipped });
         }
-        let rule = match (spec.pairs, spec.pack) {
-            (false, true) => None,
-            (false, false) => Some(RowRule::Documents),
-            (true, pack) => Some(RowRule::Pairs { pack }),
+        let rule = match (objective, spec.pack) {
+            (Objective::Supervised, true) => None,
+            (Objective::Supervised, false) | (Objective::Grpo, _) => Some(RowRule::Documents),
+            (Objective::Dpo, pack) => Some(RowRule::Pairs { pack }),
         };
-        check_longest(&cache, sequence, if spec.pairs { LongSamples::Refuse } else { spec.long }, spec.pairs)?;
+        let long = match objective {
+            Objective::Supervised => spec.long,
+            Objective::Dpo => LongSamples::Refuse,
+            // The lengths of prompts and completions are checked with their own limits.
+            Objective::Grpo => LongSamples::Split,
+        };
+        check_longest(&cache, sequence, long, pairs)?;
         let starts = rule.map(|rule| RowStarts::open(&cache, sequence, rule)).transpose()?;
         let rows = match &starts {
             Some(starts) => starts.rows,
             None => (counts.tokens - 1).div_ceil(sequence),
         };
-        Ok(Dataset { cache, row_starts: starts, sequence, rows, pairs: spec.pairs, formats: distinct_formats(&files) })
+        Ok(Dataset { cache, row_starts: starts, sequence, rows, pairs, formats: distinct_formats(&files) })
     }
 
     /// Checks that no document is longer than a row, if `long` refuses such documents.
@@ -324,6 +329,27 @@ impl Rows {
         sums
     }
 
+    /// Returns the values at the labelled positions of row `row`. `values` has one for each position of the whole buffer.
+    pub fn labelled_values(&self, row: usize, values: &[f64]) -> Vec<f64> {
+        self.labelled_positions(row).map(|(_, at)| values[at]).collect()
+    }
+
+    /// Returns the tokens of the prompt and of the completion in row `row`, which has one document: those before its first
+    /// label, and its labels.
+    pub fn prompt_and_completion(&self, row: usize) -> (Vec<i32>, Vec<i32>) {
+        let positions: Vec<usize> = self.labelled_positions(row).map(|(_, at)| at).collect();
+        let begin = row * self.sequence;
+        let end = positions.first().map_or(begin, |first| first + 1);
+        (self.tokens[begin..end].to_vec(), positions.into_iter().map(|at| self.labels[at]).collect())
+    }
+
+    /// Sets the loss weights of the labelled positions of row `row`, in order.
+    pub fn set_token_weights(&mut self, row: usize, weights: &[f64]) {
+        let positions: Vec<usize> = self.labelled_positions(row).map(|(_, at)| at).collect();
+        assert_eq!(positions.len(), weights.len(), "each label has a weight");
+        positions.into_iter().zip(weights).for_each(|(at, &weight)| self.weights[at] = weight as f32);
+    }
+
     /// Sets the loss weight of all labelled positions of each document in row `row`. `weights` has one weight for each
     /// document, in the order of [`Rows::sum_documents`].
     pub fn set_document_weights(&mut self, row: usize, weights: &[f64]) {
@@ -342,6 +368,21 @@ impl Rows {
             last_start = start;
             (documents - 1, at)
         })
+    }
+
+    /// Appends a row with a prompt and its completion, whose tokens have labels. Both fit into a row.
+    pub fn push_completion(&mut self, prompt: &[i32], completion: &[i32]) {
+        let tokens = [prompt, completion].concat();
+        let positions = tokens.len() - 1;
+        for (position, &token) in tokens[..positions].iter().enumerate() {
+            let is_labelled = position + 1 >= prompt.len();
+            self.tokens.push(token);
+            self.labels.push(if is_labelled { tokens[position + 1] } else { IGNORED_LABEL });
+            self.positions.push(position as i32);
+            self.document_start.push(0);
+            self.weights.push(f32::from(u8::from(is_labelled)));
+        }
+        self.pad_row(positions);
     }
 
     /// Appends a row of padding, which fills a partial micro-batch.

@@ -5,7 +5,7 @@
 
 use super::containers::text::{TextSource, Window, read_windows};
 use super::containers::{ByteCounter, Container, FileType, PlacedRecord, RecordReader, file_type, open_bytes};
-use super::conversation::Conversation;
+use super::conversation::{Conversation, Prompt};
 use super::error::{DataError, Place, SourceLocation};
 use super::formats::{DataFile, Document, PreferencePair, check_reading, parse_record};
 use super::record_format::RecordFormat;
@@ -47,6 +47,8 @@ pub(super) enum DocumentPart<'a> {
     Conversation(Box<Conversation>),
     /// A prompt with a chosen and a rejected answer.
     Preference(PreferencePair),
+    /// A prompt whose completions are sampled.
+    Prompt(Prompt),
     /// A completion with a verdict, which no objective uses.
     Verdict,
     /// A document without text.
@@ -136,6 +138,11 @@ impl SourceReader<'_> {
                 Err(DataError::CompletionTooLong { location: self.location(origin), limit })
             }
             Document::Preference(pair) => on_part(origin, DocumentPart::Preference(pair)),
+            Document::Prompt(Prompt::Text(prompt)) if prompt.len() > COMPLETION_BYTES_MAX => {
+                let limit = Bytes(COMPLETION_BYTES_MAX as u64);
+                Err(DataError::CompletionTooLong { location: self.location(origin), limit })
+            }
+            Document::Prompt(prompt) => on_part(origin, DocumentPart::Prompt(prompt)),
             Document::Verdict => on_part(origin, DocumentPart::Verdict),
             Document::Empty => on_part(origin, DocumentPart::Empty),
         }

@@ -2,7 +2,7 @@
 
 use super::formats::resolve_formats;
 use super::source::{DocumentOrigin, DocumentPart, SourceReader};
-use super::{DataError, DataSpec, Dataset, Format, LongSamples, Place, Rows, list_files};
+use super::{DataError, DataSpec, Dataset, Format, LongSamples, Objective, Place, Rows, list_files};
 use serde_json::json;
 use std::fs;
 use std::ops::ControlFlow;
@@ -52,7 +52,7 @@ impl TestData {
             vocab: 1 << 30,
             end_token: None,
             chat: super::ChatSpec::default(),
-            pairs: false,
+            objective: Objective::Supervised,
         };
         TestData { folder, spec, tokenizer: None }
     }

@@ -78,6 +78,11 @@ pub(super) fn is_number_column(key: &str) -> bool {
 }
 
 impl TokenLine {
+    /// Returns the line of a document without other keys.
+    pub fn labelled(input_ids: Vec<i32>, labels: Vec<i32>) -> TokenLine {
+        TokenLine { input_ids, labels: Some(labels), columns: Vec::new() }
+    }
+
     /// Applies the other keys to ids and labels, of which there must be equally many.
     ///
     /// # Errors

@@ -6,6 +6,7 @@
 //! own.
 
 use super::decoding::{Decoding, EndReason};
+use super::sampling::Sampling;
 use crate::engine::failure::DeviceFailure;
 use crate::engine::{Engine, SlotTokens};
 use plimsoll_core::Failure;
@@ -70,6 +71,8 @@ pub struct BatchPrompt<'a> {
     pub tokens: &'a [i32],
     /// Largest number of new tokens; at least 1.
     pub max_new_tokens: usize,
+    /// Seed of the random draws of the answer.
+    pub seed: u64,
 }
 
 /// The receiver of the tokens of a batch. Prompts are named by their index.
@@ -79,6 +82,12 @@ pub trait BatchListener {
     /// # Errors
     /// Any error ends the batch.
     fn on_token(&mut self, prompt: usize, token: i32) -> Result<ControlFlow<EndReason>, Failure>;
+
+    /// Receives the token that was chosen, an end token too, with the logits of all tokens before any penalty, of shape
+    /// `[V]`. Called after [`BatchListener::on_token`].
+    fn on_choice(&mut self, prompt: usize, token: i32, logits: &[f64]) {
+        let _ = (prompt, token, logits);
+    }
 
     /// Receives all tokens of an answer after its end.
     ///
@@ -102,6 +111,7 @@ struct Sequence {
     /// Number of tokens of the prompt.
     given: usize,
     max_new_tokens: usize,
+    seed: u64,
     /// The tokens of the prompt and of the answer so far. The last one is not in the cache.
     context: Vec<i32>,
 }
@@ -124,7 +134,7 @@ struct Batch<'a, D, L> {
 }
 
 /// Answers `prompts` in as many sequences at once as `decoder` has slots. Prompts begin in their order; answers end in any
-/// order. `decoding` has the rules of all; its own limit of new tokens has no effect.
+/// order. `decoding` has the rules of all; its own limit of new tokens and its seed have no effect.
 ///
 /// # Errors
 /// A device that fails, or an error of `listener`.
@@ -156,14 +166,15 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
             if self.next == self.prompts.len().min(last_waiting) {
                 break;
             }
-            let (prompt, BatchPrompt { tokens, max_new_tokens }) = (self.next, self.prompts[self.next]);
+            let (prompt, BatchPrompt { tokens, max_new_tokens, seed }) = (self.next, self.prompts[self.next]);
             self.next += 1;
             // The decode Program processes the last token, which gives the logits of the next one.
             let (_, before) = tokens.split_last().expect("prompts have tokens");
             let kept = slot.cached.iter().zip(before).take_while(|(cached, token)| cached == token).count();
             new.push(SlotTokens { slot: number, tokens: &before[kept..], length: kept });
             slot.cached = before.to_vec();
-            slot.sequence = Some(Sequence { prompt, given: tokens.len(), max_new_tokens, context: tokens.to_vec() });
+            slot.sequence =
+                Some(Sequence { prompt, given: tokens.len(), max_new_tokens, seed, context: tokens.to_vec() });
         }
         self.decoder.append(&new)
     }
@@ -200,11 +211,14 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
 
     /// Appends the next token to a sequence. Leaves the sequence in its slot unless it has ended.
     fn advance(&mut self, slot: usize, mut sequence: Sequence, logits: &mut [f64]) -> Result<(), DeviceFailure> {
-        let Sequence { prompt, given, max_new_tokens, .. } = sequence;
+        let Sequence { prompt, given, max_new_tokens, seed, .. } = sequence;
         let limits = (given + max_new_tokens, self.decoder.capacity());
         let listener = &mut *self.listener;
         let mut failed = None;
-        let end = self.decoding.append_token(&mut sequence.context, logits, limits, |token| {
+        let sampling = Sampling { seed, ..*self.decoding.sampling };
+        let decoding = Decoding { sampling: &sampling, ..*self.decoding };
+        let before_penalty = (sampling.repetition_penalty != 1.0).then(|| logits.to_vec());
+        let end = decoding.append_token(&mut sequence.context, logits, limits, |token| {
             listener.on_token(prompt, token).unwrap_or_else(|failure| {
                 failed = Some(failure);
                 ControlFlow::Break(EndReason::Stopped)
@@ -213,6 +227,8 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
         if let Some(failure) = failed {
             return Err(failure.into());
         }
+        let token = sequence.context[sequence.context.len() - 1];
+        self.listener.on_choice(prompt, token, before_penalty.as_deref().unwrap_or(logits));
         let Some(end) = end else {
             self.slots[slot].sequence = Some(sequence);
             return Ok(());
@@ -225,7 +241,6 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::sampling::Sampling;
     use super::*;
     use std::collections::HashMap;
 
@@ -313,7 +328,8 @@ mod tests {
 
     fn answer(model: &mut SumModel, sampling: &Sampling, prompts: &[(Vec<i32>, usize)]) -> Answers {
         let decoding = Decoding { sampling, end_tokens: &[8], max_new_tokens: 0 };
-        let batch = prompts.iter().map(|(tokens, limit)| BatchPrompt { tokens, max_new_tokens: *limit });
+        let batch =
+            prompts.iter().map(|(tokens, limit)| BatchPrompt { tokens, max_new_tokens: *limit, seed: sampling.seed });
         let mut answers = Answers::default();
         answer_batch(model, &decoding, &batch.collect::<Vec<_>>(), &mut answers).unwrap();
         answers

@@ -97,8 +97,9 @@ impl PreparedPrompt {
         }
     }
 
-    fn for_batch(&self) -> BatchPrompt<'_> {
-        BatchPrompt { tokens: &self.tokens, max_new_tokens: self.max_new_tokens }
+    /// Returns the prompt for a batch, in which all answers have the same `seed`.
+    fn for_batch(&self, seed: u64) -> BatchPrompt<'_> {
+        BatchPrompt { tokens: &self.tokens, max_new_tokens: self.max_new_tokens, seed }
     }
 
     /// Returns the prompt with its answer.
@@ -301,7 +302,7 @@ impl TextGenerator {
         on_answer: &mut dyn FnMut(&PreparedPrompt, GeneratedText) -> Result<(), Failure>,
     ) -> Result<(), Failure> {
         let decoding = Decoding { sampling: &self.sampling, end_tokens: &self.end_tokens, max_new_tokens: 0 };
-        let batch: Vec<BatchPrompt> = prompts.iter().map(PreparedPrompt::for_batch).collect();
+        let batch: Vec<BatchPrompt> = prompts.iter().map(|prompt| prompt.for_batch(self.sampling.seed)).collect();
         let mut on_end = |prompt: usize, answer| on_answer(&prompts[prompt], prompts[prompt].answered(answer));
         let mut answers = OrderedAnswers::new(self.encoder.tokenizer(), &self.stops, &batch, &mut on_end);
         Ok(answer_batch(&mut self.engine, &decoding, &batch, &mut answers)?)

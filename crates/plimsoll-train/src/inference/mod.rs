@@ -8,13 +8,15 @@
 //! | `generation` | plans of text generation, and answers to prompts |
 //! | `chat` | a conversation with the user, within the planned cache |
 //! | `batch`, `ordered_answers` | several prompts answered at once, and their answers in order |
+//! | `completions` | completions of prompts for training, with their log-probabilities |
 //! | `decoding`, `sampling`, `text_stream` | tokens one after another, the choice of each, their text |
 //! | `samples` | the sample answers that a run shows at its end |
 //! | `merged_model` | adapters merged into their base model |
 //! | `export` | a Hugging Face directory, or a GGUF file for llama.cpp and Ollama |
 
-mod batch;
+pub(crate) mod batch;
 pub mod chat;
+pub(crate) mod completions;
 mod decoding;
 pub mod evaluation;
 pub mod export;

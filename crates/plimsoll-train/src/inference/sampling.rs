@@ -74,20 +74,29 @@ impl Sampling {
             return best;
         }
         let mut order: Vec<usize> = (0..logits.len()).collect();
-        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-        if self.top_k > 0 {
+        let by_logit = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+        if self.top_k > 0 && self.top_k < order.len() {
+            order.select_nth_unstable_by(self.top_k, by_logit);
             order.truncate(self.top_k);
+        }
+        // Where all tokens are kept, their order does not matter, and sorting a large vocabulary takes most of the time.
+        if self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 {
+            order.sort_unstable_by(by_logit);
         }
         let weight = |i: usize| ((logits[i] - logits[best]) / self.temperature).exp();
         let total: f64 = order.iter().map(|&i| weight(i)).sum();
-        let mut share = 0.0;
-        let last_kept = order.iter().position(|&i| {
-            share += weight(i) / total;
-            share >= self.top_p
-        });
-        order.truncate(last_kept.map_or(order.len(), |last| last + 1));
-        // The most likely token has the weight 1.
-        order.truncate(order.partition_point(|&i| weight(i) >= self.min_p).max(1));
+        if self.top_p < 1.0 {
+            let mut share = 0.0;
+            let last_kept = order.iter().position(|&i| {
+                share += weight(i) / total;
+                share >= self.top_p
+            });
+            order.truncate(last_kept.map_or(order.len(), |last| last + 1));
+        }
+        if self.min_p > 0.0 {
+            // The most likely token has the weight 1.
+            order.truncate(order.partition_point(|&i| weight(i) >= self.min_p).max(1));
+        }
         let total: f64 = order.iter().map(|&i| weight(i)).sum();
         let mut remaining = uniform(self.seed, context.len() as u64) * total;
         for &i in &order {

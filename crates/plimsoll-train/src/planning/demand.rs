@@ -3,7 +3,7 @@
 //! process can only be measured there.
 
 use super::prepare::{PreparedRun, prepare};
-use crate::config::{DpoLoss, DpoSection, Length, RunConfig};
+use crate::config::{DpoLoss, DpoSection, GrpoSection, Length, RunConfig};
 use crate::data::{BatchSampler, RowOrder};
 use crate::resolve::RunRequest;
 use crate::resolve::charges::CHARGE_GRANULARITY;
@@ -79,11 +79,12 @@ pub struct RunSeconds {
 /// run has the device to itself. For a run with a length in hours, ignores `done` and returns its whole length.
 pub fn run_seconds(run: &RunConfig, demand: &RunDemand, step_seconds: f64, done: u64) -> RunSeconds {
     let order = RowOrder { seed: 0, rows: demand.rows, shuffle: false };
-    let end = |epochs: f64| Some(order.rows_of_epochs(epochs).max(1));
+    let end = |epochs: f64| Some(order.rows_of_epochs(epochs).max(1).next_multiple_of(run.rows_per_group()));
     let steps = match run.length() {
         Some(Length::Steps(steps)) => steps,
         Some(Length::Epochs(epochs)) => {
-            BatchSampler { order, rows: run.batch_sequences(), row_limit: end(epochs) }.steps().unwrap_or(0)
+            let (rows, steps_per_batch) = (run.batch_rows(), run.steps_per_batch());
+            BatchSampler { order, rows, row_limit: end(epochs), steps_per_batch }.steps().unwrap_or(0)
         }
         Some(Length::Hours(hours)) => {
             return RunSeconds { work: 0.0, fixed: hours * 3600.0 + demand.prepare_seconds };
@@ -115,6 +116,17 @@ pub fn demand_key(run: &RunConfig) -> String {
     let objective = &mut key.dpo;
     (objective.beta, objective.label_smoothing) = (DpoSection::default().beta, 0.0);
     objective.loss_type = DpoLoss::default();
+    let grpo = &run.grpo;
+    key.grpo = GrpoSection {
+        num_generations: grpo.num_generations,
+        prompts_per_step: grpo.prompts_per_step,
+        max_prompt_length: grpo.max_prompt_length,
+        max_completion_length: grpo.max_completion_length,
+        num_iterations: grpo.num_iterations,
+        // Above 0, each step begins with a score.
+        beta: f64::from(u8::from(grpo.beta > 0.0)),
+        ..GrpoSection::default()
+    };
     key.run.dir = String::new();
     key.to_toml()
 }
@@ -169,6 +181,8 @@ mod tests {
         assert_eq!(key("train.learning_rate=1e-3"), key("train.seed=2"));
         assert_eq!(key("train.steps=9"), key("run.dir=another"));
         assert_eq!(key("dpo.beta=0.5"), key("dpo.loss_type=ipo"));
+        assert_eq!(key("grpo.epsilon=0.5"), key("grpo.rewards=[\"numeric\"]"));
+        assert_ne!(key("grpo.epsilon=0.5"), key("grpo.num_generations=4"));
         for other in ["train.batch_tokens=1024", "train.method=lora", "memory.allow=bf16", "recipe.micro_batch=2"] {
             assert_ne!(key(other), key("train.seed=2"), "{other}");
         }

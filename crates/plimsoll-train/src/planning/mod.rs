@@ -38,6 +38,7 @@
 
 pub mod advice;
 pub(crate) mod charges;
+pub(crate) mod completions;
 pub mod demand;
 pub(crate) mod device_choice;
 pub(crate) mod nominal;

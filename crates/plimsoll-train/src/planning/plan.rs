@@ -1,6 +1,7 @@
 //! The plan of a run file, made without opening weights, data or devices; and the check that a stored plan belongs to a
 //! run. A run that starts is planned by `prepare`, with measured charges.
 
+use super::completions::{decide_slots, halve_slots};
 use super::nominal::NominalPlan;
 use super::plan_check::{PlannedWork, check_plan};
 use super::planner::{Charges, Planner, first_outcome};
@@ -64,7 +65,20 @@ pub struct PlannedRun {
 /// # Errors
 /// The errors of [`Resolved::new`], or the team must use all devices and cannot.
 pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
+    let mut run = run.clone();
+    loop {
+        let planned = plan_with_slots(&mut run, explain)?;
+        if planned.outcome.plan.fits || !halve_slots(&mut run) {
+            return Ok(planned);
+        }
+    }
+}
+
+/// Plans a training run as [`plan`] does, with the number of completions that are sampled at once in `run`, or the most.
+fn plan_with_slots(run: &mut RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
     let mut resolved = Resolved::new(run, Model::open(run)?)?;
+    decide_slots(run, &resolved.model.config, resolved.devices());
+    let run = &*run;
     let model = Arc::clone(&resolved.model);
     let nominal = NominalPlan::choose(run, &model)?;
     let known = nominal.as_ref().map(|nominal| &nominal.known);
@@ -104,13 +118,21 @@ pub fn plan(run: &RunRequest, explain: bool) -> Result<PlannedRun, Failure> {
 /// # Errors
 /// The errors of [`Resolved::new`], or the run file fixes choices that do not match the model.
 pub fn plan_if_fits(run: &RunRequest) -> Result<Option<Plan>, Failure> {
-    let resolved = Resolved::new(run, Model::open(run)?)?;
-    let mut devices: Vec<DeviceSpec> = resolved.devices().cloned().collect();
-    let planner = Planner::new(run, &resolved.model, Charges::Stated);
-    let Some(outcome) = planner.plan_run_if_fits(&mut devices)? else { return Ok(None) };
-    let mut plan = outcome.plan;
-    add_notes(&mut plan, &devices, run, &resolved.model);
-    Ok(Some(plan))
+    let mut run = run.clone();
+    let resolved = Resolved::new(&run, Model::open(&run)?)?;
+    decide_slots(&mut run, &resolved.model.config, resolved.devices());
+    loop {
+        let mut devices: Vec<DeviceSpec> = resolved.devices().cloned().collect();
+        let planner = Planner::new(&run, &resolved.model, Charges::Stated);
+        if let Some(outcome) = planner.plan_run_if_fits(&mut devices)? {
+            let mut plan = outcome.plan;
+            add_notes(&mut plan, &devices, &run, &resolved.model);
+            return Ok(Some(plan));
+        }
+        if !halve_slots(&mut run) {
+            return Ok(None);
+        }
+    }
 }
 
 /// Adds other parallelisms and teams to the plan of a team as alternatives, and the memory ladder of each worker.

@@ -1,13 +1,14 @@
 //! Preparation of a training run: opens model and data, measures charges, and plans. The devices themselves are opened
 //! later.
 
+use super::completions::{CompletionSource, decide_slots, halve_slots, open_completions};
 use super::nominal::{NominalPlan, cause_of_other_plan, is_plan_for};
 use super::plan::add_notes;
 use super::planner::{Charges, Planner, team_of_one};
 use super::previous_plan::PreviousPlan;
 use super::request::{host_spec, staging_bytes};
 use super::team_plan::TeamPlan;
-use crate::config::{DataSource, LoraSection, Objective};
+use crate::config::{DataSource, LoraSection};
 use crate::data::{self, ChatSpec, DataError, DataSpec, Dataset, RecordFormat, TrainingData};
 use crate::files::{AdapterConfig, AdapterDir};
 use crate::resolve::charges::process_charges;
@@ -38,6 +39,8 @@ pub struct PreparedRun {
     process_grew: bool,
     /// Whether data were tokenized now, and a new process finds the tokens cached.
     has_tokenized: bool,
+    /// The source of completions; `None` for other objectives.
+    pub(crate) completions: Option<CompletionSource>,
     /// The reason why the same command may have other bits at its next start; `None` if it has the same.
     pub(crate) other_bits: Option<String>,
 }
@@ -54,7 +57,7 @@ pub struct PassedLoadLines {
 impl PreparedRun {
     /// Returns the number of optimizer steps of one pass over the training data.
     pub fn steps_per_epoch(&self) -> f64 {
-        self.train.rows() as f64 / self.run.batch_sequences() as f64
+        self.train.rows() as f64 / self.run.batch_rows() as f64 * self.run.steps_per_batch() as f64
     }
 
     /// Returns the logs for other programs that the run asks for.
@@ -113,6 +116,7 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let mut resolved = Resolved::for_run(&run, model, Workload::Train)?;
     run.decide_precision(resolved.device.kind);
     let known = previous.filter(|previous| is_plan_for(previous, 1 + resolved.others.len()));
+    decide_slots(&mut run, &resolved.model.config, resolved.devices());
     let nominal = if known.is_none() { NominalPlan::choose(&run, &resolved.model)? } else { None };
     let known = known.or(nominal.as_ref().map(|nominal| &nominal.known));
     let previous = known.or(previous);
@@ -123,8 +127,14 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     let eval = has_eval.then(|| open_dataset(&run, &resolved.model, &run.data.eval, threads)).transpose()?;
     let model = Arc::get_mut(&mut resolved.model).expect("only `resolved` holds the model before it is planned");
     model.stop_at(&train.end_tokens());
+    let completions = open_completions(&run, &resolved.model, &train, eval.as_ref())?;
     let process_grew = process_charges(run.buffered_sequences(), u64::from(run.data.sequence)) > charges_before;
-    let mut planned = plan_with_open_data(&run, &mut resolved, previous, eval.as_ref().map(Dataset::rows))?;
+    let mut planned = loop {
+        let planned = plan_with_open_data(&run, &mut resolved, previous, eval.as_ref().map(Dataset::rows))?;
+        if planned.plan.fits || !halve_slots(&mut run) {
+            break planned;
+        }
+    };
     let devices = planned.assignments.iter().map(|assignment| &assignment.device);
     add_notes(&mut planned.plan, devices, &run, &resolved.model);
     nominal.iter().for_each(|nominal| nominal.explain_excluded(&mut planned.plan));
@@ -138,7 +148,7 @@ pub fn prepare(mut run: RunRequest, previous: Option<&PreviousPlan>) -> Result<P
     }
     let has_tokenized =
         token_cache_folder().is_some() && (train.is_new() || eval.as_ref().is_some_and(Dataset::is_new));
-    Ok(PreparedRun { run, resolved, train, eval, planned, process_grew, has_tokenized, other_bits })
+    Ok(PreparedRun { run, resolved, train, eval, planned, completions, process_grew, has_tokenized, other_bits })
 }
 
 /// Opens the model of a run, and checks that its weights and data files exist. Reads no more of them than the records by
@@ -302,7 +312,7 @@ fn read_source(
             train_on_end: run.data.train_on_end,
             not_prefix: run.data.not_prefix,
         },
-        pairs: run.train.objective == Objective::Dpo,
+        objective: run.train.objective,
     };
     let never_stop = &mut |_, _| ControlFlow::Continue(());
     let mut open = |folder: &Path| Dataset::open(&spec, model.tokenizer().as_deref(), folder, threads, never_stop);

@@ -21,6 +21,8 @@ use plimsoll_program::workspace::Kernels;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// Number of prompt tokens that one run of the prefill Program processes.
+const CHUNK_TOKENS: u64 = 64;
 /// The most bytes of activations that a step may have if nothing is saved. Sums of several such sizes fit in 64 bits.
 const MAX_ACTIVATION_BYTES: u128 = 1 << 62;
 
@@ -38,7 +40,8 @@ pub(crate) fn plan_request<'a>(
     check_supported(&model.config, precision, Kernels::for_device(device))?;
     check_size(&model.config, run.batch_sequences() * u64::from(run.data.sequence))?;
     let train = work == Workload::Train;
-    let scores = train && run.train.objective == Objective::Dpo;
+    // Other objectives evaluate by scores or samples.
+    let evaluates = run.train.objective == Objective::Supervised && !run.data.eval.is_empty();
     let rungs = run.train.rungs.as_deref().unwrap_or_default();
     let request = PlanRequest {
         config: &model.config,
@@ -47,8 +50,9 @@ pub(crate) fn plan_request<'a>(
         sequences: run.batch_sequences(),
         source: model.source(run),
         optimizer: train.then(|| optimizer(run)),
-        evaluate: work == Workload::Evaluate || train && !scores && !run.data.eval.is_empty(),
-        score: scores,
+        evaluate: work == Workload::Evaluate || train && evaluates,
+        score: train && run.has_score(),
+        temperature: if run.train.objective == Objective::Grpo { run.grpo.temperature } else { 1.0 },
         generation: match work {
             Workload::Train => sample_generation(run, model),
             Workload::Evaluate => None,
@@ -189,12 +193,18 @@ fn adapters(run: &RunConfig, model: &Model) -> Lora {
     adapters.expect("the settings of new adapters are checked when the model is opened")
 }
 
-/// Returns the sizes for the text samples of a training run: the capacity of the key-value cache, and the length of one
+/// Returns the sizes for the text samples of a training run, or for the completions that it samples: the capacity of the key-value cache, and the length of one
 /// chunk of the prompt, both in tokens. Returns `None` without a tokenizer or without evaluation data.
-fn sample_generation(run: &RunConfig, model: &Model) -> Option<Generation> {
+fn sample_generation(run: &RunRequest, model: &Model) -> Option<Generation> {
+    if run.train.objective == Objective::Grpo {
+        // With tokens of an earlier prompt in the cache, the last chunk of a prompt may begin at any place.
+        let capacity = (u64::from(run.data.sequence) + CHUNK_TOKENS).next_multiple_of(CHUNK_TOKENS);
+        let slots = run.recipe.slots.map(u64::from).or(run.slots).unwrap_or(1);
+        return run.samples_completions().then_some(Generation { slots, capacity, chunk: CHUNK_TOKENS });
+    }
     let has_tokenizer = model.tokenizer().is_some() || model_is_example(run);
     let sequence = u64::from(run.data.sequence);
-    let chunk = sequence.min(64);
+    let chunk = sequence.min(CHUNK_TOKENS);
     let generation = Generation { slots: 1, capacity: sequence.min(512).next_multiple_of(chunk), chunk };
     (has_tokenizer && !run.data.eval.is_empty()).then_some(generation)
 }

@@ -1,7 +1,7 @@
 //! The model that a run file names: its configuration, the location of its files, and whether a run can start from its weights.
 
 use super::example::model_is_example;
-use crate::config::{HUB_PREFIX, Init, RunConfig};
+use crate::config::{HUB_PREFIX, Init, Objective, RunConfig};
 use crate::data::{addition_example, read_end_token};
 use crate::files::{AdapterConfig, AdapterConfigError, AdapterDir, ModelDir, ModelWeights, ModuleNames, read_config};
 use crate::gguf::open_directory_or_file;
@@ -85,6 +85,14 @@ impl Model {
         let (sequence, limit) = (u64::from(config.data.sequence), self.config.max_positions);
         if sequence > limit {
             let name = config.model_name();
+            if config.train.objective == Objective::Grpo {
+                let message = format!(
+                    "a prompt with its completion takes up to {sequence} tokens, but {name} takes no more than {limit}"
+                );
+                let hint =
+                    format!("lower grpo.max_prompt_length and grpo.max_completion_length to {limit} in all, or less");
+                return Err(Failure::input(message).hint(hint));
+            }
             let message = format!("data.sequence is {sequence}, but {name} takes no more than {limit}");
             return Err(Failure::input(message).hint(format!("set data.sequence to {limit} or less")));
         }

@@ -33,6 +33,8 @@ pub struct RunRequest {
     /// Whether devices have their nominal figures: speeds by their model, the whole memory instead of the free part,
     /// assumed charges. These are the same at each start. `planning::nominal` plans with them.
     pub(crate) nominal: bool,
+    /// Number of completions that are sampled at once, unless the run file names it; `None` before planning decides it.
+    pub(crate) slots: Option<u64>,
 }
 
 impl From<RunConfig> for RunRequest {

@@ -134,8 +134,10 @@ impl Rewards {
     }
 }
 
-/// Returns the weighted sum of the rewards that have an opinion, and `None` if none has one.
+/// Returns the weighted sum of the rewards that have an opinion, and `None` if none has one. Rewards beyond the end of
+/// `weights` have the weight 1.
 pub fn weighted_sum(rewards: &[Option<f64>], weights: &[f64]) -> Option<f64> {
+    let weights = weights.iter().copied().chain(std::iter::repeat(1.0));
     let terms = rewards.iter().zip(weights).filter_map(|(reward, weight)| Some((*reward)? * weight));
     terms.reduce(|sum, term| sum + term)
 }

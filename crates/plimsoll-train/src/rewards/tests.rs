@@ -244,5 +244,6 @@ fn weighted_sum_skips_missing_opinions() {
     assert_eq!(weighted_sum(&[Some(1.0), None, Some(0.5)], &[2.0, 10.0, -1.0]), Some(1.5));
     assert_eq!(weighted_sum(&[None, Some(0.0)], &[1.0, 1.0]), Some(0.0));
     assert_eq!(weighted_sum(&[None, None], &[1.0, 1.0]), None);
+    assert_eq!(weighted_sum(&[Some(1.0), None, Some(3.0)], &[]), Some(4.0));
     assert_eq!(weighted_sum(&[], &[]), None);
 }

@@ -5,6 +5,7 @@
 //! arrives, at the latest before the next evaluation and before the end. If the evaluator is lost or runs out of
 //! memory, the team evaluates from then on.
 
+use crate::config::Objective;
 use crate::data::Dataset;
 use crate::engine::EvaluationSums;
 use crate::engine::evaluation::{EvaluationSlice, evaluate_slice};
@@ -154,9 +155,10 @@ impl Session {
     fn evaluate_on_team(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
         let Some(data) = self.context.eval.clone() else { return Ok(()) };
         let start = Instant::now();
-        let (sum, preferences) = match self.preference {
-            Some(_) => self.evaluate_pairs(&data, log).map(|(sum, figures)| (sum, Some(figures)))?,
-            None => (self.run_with_recovery(log, |session| session.team.evaluate(&data))?, None),
+        let (sum, preferences) = match self.context.run.train.objective {
+            Objective::Dpo => self.evaluate_pairs(&data, log).map(|(sum, figures)| (sum, Some(figures)))?,
+            Objective::Grpo => return self.evaluate_rewards(log),
+            Objective::Supervised => (self.run_with_recovery(log, |session| session.team.evaluate(&data))?, None),
         };
         let step = self.info.step;
         if let Some(figures) = preferences {
@@ -179,8 +181,9 @@ impl Session {
         log: &mut EventLog,
     ) -> Result<(), Failure> {
         let exact_match = sum.exact_match();
-        self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match, preferences: None }));
-        log.emit(Event::Evaluation { step, loss: sum.loss(), exact_match, tokens: sum.tokens, seconds, device })
+        self.last_eval = Some((step, EvalResult { loss: sum.loss(), exact_match, preferences: None, reward: None }));
+        let (loss, tokens) = (sum.loss(), sum.tokens);
+        log.emit(Event::Evaluation { step, loss, reward: None, exact_match, tokens, seconds, device })
     }
 
     /// Sends the current weights to the evaluator, which then evaluates. Returns true if it received them. Returns

@@ -20,10 +20,13 @@ pub(crate) fn is_finished(run: &RunConfig, steps: Option<u64>, info: &Checkpoint
 pub(crate) fn batches_and_steps(run: &RunConfig, rows: u64) -> (BatchSampler, Option<u64>) {
     let order = RowOrder { seed: run.train.seed, rows, shuffle: run.data.shuffle };
     let end = match run.length() {
-        Some(Length::Epochs(epochs)) => Some(order.rows_of_epochs(epochs).max(1)),
+        Some(Length::Epochs(epochs)) => {
+            Some(order.rows_of_epochs(epochs).max(1).next_multiple_of(run.rows_per_group()))
+        }
         _ => None,
     };
-    let batches = BatchSampler { order, rows: run.batch_sequences(), row_limit: end };
+    let batches =
+        BatchSampler { order, rows: run.batch_rows(), row_limit: end, steps_per_batch: run.steps_per_batch() };
     let steps = match run.length() {
         Some(Length::Steps(steps)) => Some(steps),
         _ => batches.steps(),
@@ -35,7 +38,12 @@ pub(crate) fn batches_and_steps(run: &RunConfig, rows: u64) -> (BatchSampler, Op
 /// run, or if the run file gives no length.
 pub fn rows_of_run(run: &RunConfig, rows: u64) -> Option<u64> {
     let (batches, steps) = batches_and_steps(run, rows);
-    Some(batches.row_limit.unwrap_or(u64::MAX).min(steps?.saturating_mul(batches.rows)))
+    Some(
+        batches
+            .row_limit
+            .unwrap_or(u64::MAX)
+            .min(steps?.div_ceil(batches.steps_per_batch).saturating_mul(batches.rows)),
+    )
 }
 
 /// Returns the number of steps that remain if each takes `step_seconds`; infinite for a run without limit.

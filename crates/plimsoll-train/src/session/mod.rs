@@ -24,6 +24,8 @@
 //! | `rebalance` | changes of the team and of its shares |
 //! | `evaluation` | evaluation on the team, or on a device outside it |
 //! | `preference` | steps and evaluations over pairs of answers (DPO) |
+//! | `rounds` | steps over groups of completions (GRPO) |
+//! | `reference` | log-probabilities under the initial weights |
 //! | `evaluator` | the device outside the team that evaluates |
 //! | `checkpoint` | format of checkpoints, reading and writing them |
 //! | `run_folder` | files of a run: plan, checkpoints, model, result |
@@ -52,6 +54,8 @@ pub mod outcome;
 mod preference;
 pub(crate) mod rebalance;
 pub(crate) mod recover;
+mod reference;
+mod rounds;
 pub(crate) mod run_folder;
 mod samples;
 pub mod start;

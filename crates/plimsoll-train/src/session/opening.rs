@@ -1,14 +1,14 @@
 //! Opening a session: opens the devices of a plan, loads weights and optimizer state, and restarts from a checkpoint
 //! when the team changes.
 
-use crate::config::Method;
+use crate::config::{Format, Method};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::tensor_files::load_weights;
 use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
+use crate::objective::{References, Rounds};
 use crate::planning::prepare::PreparedRun;
 use crate::planning::team_plan::{TeamPlan, WorkerAssignment};
-use crate::preference::Preference;
 use crate::recovery::stragglers::StragglerDetector;
 use crate::resolve::cpu_duty;
 use crate::session::checkpoint::{self, Checkpoint, CheckpointInfo};
@@ -59,7 +59,8 @@ impl Session {
         let SessionRequest { folder, prepared, checkpoint, faults, saves, control } = request;
         let checkpoint = checkpoint.map(Arc::new);
         let info = info_at_start(&prepared, checkpoint.as_deref());
-        let PreparedRun { run, resolved, train, eval, mut planned, .. } = prepared;
+        let PreparedRun { run, resolved, train, eval, mut planned, completions, .. } = prepared;
+        let rounds = completions.map(|source| Rounds::new(&run, source, &folder));
         // The memory peak of the run starts here: data and planning released their memory, or it is part of the charges.
         let peak_before = process::peak_resident().unwrap_or(Bytes::ZERO);
         process::trim_heap();
@@ -69,17 +70,21 @@ impl Session {
         let abandoned = AbandonedMemory::default();
         let plan = planned.plan.clone();
         let first = &planned.assignments[0].device;
+        let mut batches = batches_and_steps(&run, train.rows()).0;
+        // Completions of a prompt follow each other.
+        batches.order.shuffle &= run.data.format != Format::Rollouts;
         let context = RunContext {
             folder,
             peak_before,
             scheduled_before: SchedulerTimes::read(),
-            draws_samples: planned.assignments[0].outcome.set.program(ProgramKind::Prefill).is_some(),
+            draws_samples: rounds.is_none()
+                && planned.assignments[0].outcome.set.program(ProgramKind::Prefill).is_some(),
             gemm_flops_per_step: planned.assignments.iter().map(gemm_flops_per_step).sum(),
             // A virtual device keeps its own pace, and a GPU leaves the CPU usable.
             cpu_duty: if first.kind == DeviceKind::Cpu { cpu_duty(&run, first.threads) } else { 1.0 },
             resumed_step: info.step,
             host_budget: planned.host,
-            batches: batches_and_steps(&run, train.rows()).0,
+            batches,
             data: Arc::new(train),
             eval: eval.map(Arc::new),
             run,
@@ -89,7 +94,8 @@ impl Session {
             team: Team::empty(context.run.remote.clone(), abandoned.clone()),
             plan,
             current_step: info.step,
-            preference: Preference::of(context.run.train.objective, &context.run.dpo),
+            references: References::default(),
+            rounds,
             state_loaded: false,
             checkpoints: Checkpointer::new(saves, info.step),
             recovery: RecoveryState::default(),
@@ -186,6 +192,7 @@ impl Session {
         let step = self.info.step;
         self.step_times.truncate(step.saturating_sub(self.context.resumed_step) as usize);
         self.last_eval = self.last_eval.filter(|(eval_step, _)| *eval_step <= step);
+        self.rounds.iter_mut().for_each(|rounds| rounds.figures.retain(|(round_step, _)| *round_step <= step));
         self.evaluator.iter_mut().for_each(|evaluator| evaluator.cancel_after(step));
         self.current_step = step;
         self.checkpoints.set_newest(step);

@@ -1,188 +1,47 @@
-//! Direct preference optimization: steps and evaluations over pairs of answers.
-//!
-//! Before the first step, a pass computes the log-probabilities of all answers that the run reads, under the initial weights
-//! (`preference::reference`). Each step has three parts:
+//! Direct preference optimization: steps and evaluations over pairs of answers. Each step has three parts:
 //!
 //! 1. `Team::score` computes the log-probabilities of the labels under the current weights.
-//! 2. `preference::loss` computes the loss of each pair, and its derivative with respect to the log-probability of each answer.
+//! 2. `objective::pairs` computes the loss of each pair, and its derivative with respect to the log-probability of each answer.
 //! 3. The ordinary passes run with minus this derivative as the loss weight of each answer's tokens. Their gradient is that of
 //!    the objective.
 
 use crate::data::{Batch, Dataset, Rows, SourceRow};
 use crate::engine::EvaluationSums;
 use crate::events::EventLog;
-use crate::preference::{PreferenceSums, ReferenceScores, fingerprint};
-use crate::session::checkpoint;
-use crate::session::context::RunContext;
+use crate::objective::{PreferenceSums, WeightedLoss, pair_losses};
 use crate::session::interrupt::StepInterrupt;
+use crate::session::reference::read_reference;
 use crate::session::training::Session;
-use plimsoll_core::{Event, Failure, PreferenceFigures};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
-
-/// Folder of the reference scores in the run folder.
-const REFERENCE_FOLDER: &str = "reference";
-/// Time between two events about the progress of reference scores.
-const REFERENCE_LOG_PERIOD: Duration = Duration::from_secs(10);
-/// Number of epochs from which on all rows count as read. More than one, because a mixture by weights repeats small sources
-/// before it has read large ones.
-const LISTED_EPOCHS_MAX: u64 = 4;
-
-/// Training or evaluation data.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum ScoredData {
-    Train,
-    Eval,
-}
-
-/// An open file of scores, and the rows that it lacks.
-struct ReferenceWork {
-    of: ScoredData,
-    scores: ReferenceScores,
-    /// The rows, in the order of the data.
-    rows: Vec<SourceRow>,
-}
+use plimsoll_core::{Event, PreferenceFigures};
 
 impl Session {
-    /// Completes the log-probabilities under the initial weights, with which the objective compares. Does nothing for other
-    /// objectives. A run that is under way computes those that are missing with its initial weights, and then returns to
-    /// its newest checkpoint. Returns false if `stop` became true meanwhile; the finished part is kept.
-    pub(crate) fn complete_reference(&mut self, log: &mut EventLog, stop: &AtomicBool) -> Result<bool, StepInterrupt> {
-        let Some(preference) = self.preference.as_ref().filter(|preference| !preference.settings.reference_free) else {
-            return Ok(true);
-        };
-        if preference.reference.is_some() {
-            return Ok(true);
-        }
-        let train = self.open_scores(ScoredData::Train)?;
-        let eval = self.context.eval.is_some().then(|| self.open_scores(ScoredData::Eval)).transpose()?;
-        let mut parts: Vec<ReferenceWork> = [Some(train), eval].into_iter().flatten().collect();
-        let all_rows = parts.iter().map(|part| part.rows.len() as u64).sum();
-        if all_rows > 0 {
-            let checkpoint = if self.info.step > 0 { checkpoint::newest(&self.context.folder)?.0 } else { None };
-            if checkpoint.is_some() {
-                // Until the checkpoint is loaded again, no failure may save the initial weights as those of the last step.
-                self.state_loaded = false;
-                self.retry_with_recovery(log, |session| session.load_state(None))?;
-            }
-            let is_complete = self.compute_missing(&mut parts, all_rows, log, stop)?;
-            if let Some(checkpoint) = checkpoint {
-                let checkpoint = Arc::new(checkpoint);
-                self.retry_with_recovery(log, |session| session.load_state(Some(&checkpoint)))?;
-                self.state_loaded = true;
-            }
-            if !is_complete {
-                return Ok(false);
-            }
-        }
-        let mut scores = parts.into_iter().map(|part| part.scores);
-        if let Some(preference) = &mut self.preference {
-            (preference.reference, preference.eval_reference) = (scores.next(), scores.next());
-        }
-        Ok(true)
-    }
-
-    /// Opens the reference scores of training or evaluation data, and finds the rows of which they are missing.
-    fn open_scores(&self, of: ScoredData) -> Result<ReferenceWork, Failure> {
-        let RunContext { folder, run, data, eval, .. } = &self.context;
-        let (name, rows, content) = match (of, eval) {
-            (ScoredData::Eval, Some(eval)) => ("eval.scores", vec![eval.rows()], eval.content_sha256()),
-            _ => ("train.scores", data.sources().iter().map(Dataset::rows).collect(), data.content_sha256()),
-        };
-        let fingerprint = fingerprint(run, content);
-        let scores = ReferenceScores::open(&folder.join(REFERENCE_FOLDER), name, &fingerprint, &rows)?;
-        let is_wanted = self.wanted_rows(of, &scores);
-        let all =
-            rows.iter().enumerate().flat_map(|(source, &rows)| (0..rows).map(move |row| SourceRow { source, row }));
-        let missing = all.zip(is_wanted).filter(|(row, is_wanted)| *is_wanted && !scores.has(*row));
-        Ok(ReferenceWork { of, rows: missing.map(|(row, _)| row).collect(), scores })
-    }
-
-    /// Returns for each row of the data of `scores`, over all sources, whether the run reads it.
-    fn wanted_rows(&self, of: ScoredData, scores: &ReferenceScores) -> Vec<bool> {
-        let all = scores.rows();
-        let batches = &self.context.batches;
-        let positions = match (of, self.info.steps) {
-            (ScoredData::Train, Some(steps)) => {
-                steps.saturating_mul(batches.rows).min(batches.row_limit.unwrap_or(u64::MAX))
-            }
-            _ => u64::MAX,
-        };
-        if positions >= LISTED_EPOCHS_MAX * all as u64 {
-            return vec![true; all];
-        }
-        let order = self.context.data.order(batches.order);
-        let mut is_wanted = vec![false; all];
-        for position in 0..positions {
-            is_wanted[scores.number(order.row(position)) as usize] = true;
-        }
-        is_wanted
-    }
-
-    /// Computes the scores of missing rows under the present weights, `all_rows` in all. Returns false if `stop` became true.
-    fn compute_missing(
-        &mut self,
-        parts: &mut [ReferenceWork],
-        all_rows: u64,
-        log: &mut EventLog,
-        stop: &AtomicBool,
-    ) -> Result<bool, StepInterrupt> {
-        let (start, mut logged, mut done) = (Instant::now(), Instant::now(), 0);
-        let (data, eval) = (Arc::clone(&self.context.data), self.context.eval.clone());
-        let batch = self.context.batches.rows;
-        let mut buffer = Rows::new(batch, data.sequence());
-        for ReferenceWork { of, scores, rows } in parts {
-            for rows in rows.chunks(batch as usize) {
-                if stop.load(Ordering::Relaxed) {
-                    scores.sync()?;
-                    return Ok(false);
-                }
-                match (*of, &eval) {
-                    (ScoredData::Eval, Some(eval)) => eval.read(rows.iter().map(|row| row.row), &mut buffer)?,
-                    _ => data.read(rows.iter().copied(), &mut buffer)?,
-                }
-                let begin = Instant::now();
-                let found = self.run_with_recovery(log, |session| session.team.score(&mut buffer))?;
-                thread::sleep(begin.elapsed().mul_f64(1.0 / self.context.cpu_duty - 1.0));
-                for (index, &row) in rows.iter().enumerate() {
-                    scores.push(row, &buffer.sum_documents(index, |at| found[at]))?;
-                }
-                done += rows.len() as u64;
-                if logged.elapsed() >= REFERENCE_LOG_PERIOD || done == all_rows {
-                    logged = Instant::now();
-                    log.emit(Event::Reference { rows: done, all_rows, seconds: start.elapsed().as_secs_f64() })?;
-                }
-                self.poll_control_and_memory(log)?;
-                self.thermal.pause_if_too_hot(&self.team, self.info.step, stop, log)?;
-            }
-            scores.sync()?;
-        }
-        Ok(true)
-    }
-
     /// Sets the loss weight of each answer's tokens to minus the derivative of the pair's loss with respect to their
-    /// log-probability, under the current weights. Returns sums over the pairs; `None` for other objectives.
+    /// log-probability, under the current weights. Returns the loss of the step.
     pub(crate) fn set_pair_weights(
         &mut self,
         batch: &mut Batch,
         log: &mut EventLog,
-    ) -> Result<Option<PreferenceSums>, StepInterrupt> {
-        if self.preference.is_none() {
-            return Ok(None);
-        }
+    ) -> Result<WeightedLoss, StepInterrupt> {
+        // Empty rows that fill micro-batches follow.
+        let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.labelled_tokens);
         let scores = self.run_with_recovery(log, |session| session.team.score(&mut batch.rows))?;
-        let Some(preference) = &self.preference else { return Ok(None) };
-        let reference = read_reference(preference.reference.as_ref(), &batch.sources)?;
-        let losses = preference.losses(&batch.rows, &scores, &reference);
+        let reference = read_reference(self.references.train.as_ref(), &batch.sources)?;
+        let losses = pair_losses(&self.context.run.dpo, &batch.rows, &scores, &reference);
         let mut sums = PreferenceSums::default();
         for (row, losses) in losses.iter().enumerate() {
             losses.iter().for_each(|loss| sums.add(loss));
             let weights: Vec<f64> = losses.iter().flat_map(|loss| loss.weights).collect();
             batch.rows.set_document_weights(row, &weights);
         }
-        Ok(Some(sums))
+        let event = Event::Preferences { step: self.current_step, evaluation: false, figures: sums.figures() };
+        Ok(WeightedLoss {
+            loss: sums.loss(),
+            divisor: sums.pairs,
+            tokens,
+            labelled_tokens,
+            sampling_seconds: 0.0,
+            event,
+        })
     }
 
     /// Evaluates pairs of answers on the team: their loss, and how often the chosen one is preferred.
@@ -199,19 +58,13 @@ impl Session {
             data.read(numbers.clone(), &mut rows)?;
             tokens += rows.labelled_tokens();
             let scores = self.run_with_recovery(log, |session| session.team.score(&mut rows))?;
-            let Some(preference) = &self.preference else { continue };
             let numbered: Vec<SourceRow> = numbers.map(|row| SourceRow { source: 0, row }).collect();
-            let reference = read_reference(preference.eval_reference.as_ref(), &numbered)?;
-            let losses = preference.losses(&rows, &scores, &reference);
+            let reference = read_reference(self.references.eval.as_ref(), &numbered)?;
+            let losses = pair_losses(&self.context.run.dpo, &rows, &scores, &reference);
             losses.iter().flatten().for_each(|loss| sums.add(loss));
         }
         // `EvaluationSums` divides by tokens: its loss is then the mean over pairs.
         let loss_sum = sums.loss() * tokens as f64;
         Ok((EvaluationSums { loss_sum, tokens, ..EvaluationSums::default() }, sums.figures()))
     }
-}
-
-/// Returns the reference scores of the answers in each of these rows; empty lists if there is no reference.
-fn read_reference(scores: Option<&ReferenceScores>, rows: &[SourceRow]) -> Result<Vec<Vec<f64>>, Failure> {
-    rows.iter().map(|&row| scores.map_or(Ok(Vec::new()), |scores| scores.of(row))).collect()
 }

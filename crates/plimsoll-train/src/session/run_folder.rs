@@ -8,6 +8,7 @@ use crate::engine::tensor_files::TensorWriter;
 use crate::events::EventLog;
 use crate::files::{BaseModel, MAX_SHARD_BYTES, SideFiles, WeightWriter, atomic, write_adapter_dir, write_model_dir};
 use crate::inference::samples::decode_samples;
+use crate::objective::Rounds;
 use crate::session::checkpoint;
 use crate::session::interrupt::StepInterrupt;
 use crate::session::outcome::Outcome;
@@ -213,6 +214,7 @@ impl Session {
             tokens_per_second,
             step_seconds,
             eval: self.last_eval.map(|(_, result)| result),
+            rounds: self.rounds.take().map_or_else(Vec::new, Rounds::into_figures),
             memory,
             recipe: self.info.recipe.clone(),
             parallelism: self.plan.parallelism,
@@ -260,7 +262,7 @@ impl Session {
     /// earlier result in the file `path` that ended at the same step. Without such a result, computes them from the
     /// training time that the checkpoint records.
     fn measured_speed(&mut self, path: &Path) -> (StepSeconds, f64) {
-        let tokens = (self.context.batches.rows * u64::from(self.context.run.data.sequence)) as f64;
+        let tokens = self.context.run.train.batch_tokens as f64;
         let earlier = regular_file::read(path).ok().and_then(|text| serde_json::from_slice::<RunResult>(&text).ok());
         if let Some(earlier) = earlier.filter(|earlier| earlier.steps == self.info.step && self.step_times.is_empty()) {
             return (earlier.step_seconds, earlier.tokens_per_second);

@@ -4,12 +4,13 @@
 //! Device failures are handled in `recover` and `device_loss`, changes of the team in `rebalance`. These modules extend
 //! `Session` with their own `impl` blocks.
 
+use crate::config::Objective;
 use crate::data::{Batch, Loader};
 use crate::engine::{StepInput, StepLoss};
 use crate::events::EventLog;
 use crate::fault_injection::PendingFault;
 use crate::inference::samples::{TokenSample, generate_samples};
-use crate::preference::Preference;
+use crate::objective::{References, Rounds, WeightedLoss};
 use crate::recovery::failures::Work;
 use crate::recovery::stragglers::StragglerDetector;
 use crate::session::checkpoint::CheckpointInfo;
@@ -48,8 +49,10 @@ pub(crate) struct Session {
     pub(crate) info: CheckpointInfo,
     /// Step in progress; between two steps, the last finished one.
     pub(crate) current_step: u64,
-    /// The objective over pairs of answers; `None` for other objectives.
-    pub(crate) preference: Option<Preference>,
+    /// Log-probabilities under the initial weights, for objectives that compare with them.
+    pub(crate) references: References,
+    /// The rounds of completions; `None` for other objectives.
+    pub(crate) rounds: Option<Rounds>,
     /// Whether weights and optimizer state are loaded.
     pub(crate) state_loaded: bool,
     /// Whether and when checkpoints are written.
@@ -174,7 +177,7 @@ impl Session {
         let mut loader = Loader::start(Arc::clone(&self.context.data), self.context.batches, self.info.step);
         while !self.is_finished() {
             let Some(batch) = loader.next_batch()? else { break };
-            self.step(batch, log)?;
+            self.step(batch, log, stop)?;
             self.poll_evaluation(log)?;
             self.save_if_all_workers_remote(log)?;
             let step = self.info.step;
@@ -206,39 +209,45 @@ impl Session {
     /// Until the update begins the weights are unchanged, so a failed step is dropped and repeated with the same rows.
     /// Once the update has begun, the step is no longer dropped: after a failure the update continues, or the run
     /// restarts from a checkpoint.
-    fn step(&mut self, batch: &mut Batch, log: &mut EventLog) -> Result<(), StepInterrupt> {
+    fn step(&mut self, batch: &mut Batch, log: &mut EventLog, stop: &AtomicBool) -> Result<(), StepInterrupt> {
         let step = self.info.step + 1;
         let start = Instant::now();
         self.current_step = step;
         self.team.begin_step(step);
-        // Empty rows that fill micro-batches follow.
-        let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.labelled_tokens);
-        let preferences = self.set_pair_weights(batch, log)?;
+        let mut weighted = self.set_loss_weights(batch, log, stop)?;
+        let (tokens, labelled_tokens) = match &weighted {
+            Some(weighted) => (weighted.tokens, weighted.labelled_tokens),
+            None => (batch.rows.tokens.len() as u64, batch.labelled_tokens),
+        };
+        let scored = Instant::now();
         let rows = &mut batch.rows;
         let train = &self.context.run.train;
         let progress = schedule_progress(&self.context.run, &self.info, step);
         let rate = learning_rate(train.schedule, train.learning_rate, step, train.warmup_steps, progress);
-        let loss_divisor = preferences.map_or(labelled_tokens, |sums| sums.pairs);
+        let loss_divisor = weighted.as_ref().map_or(labelled_tokens, |weighted| weighted.divisor);
         let input =
             StepInput { step, learning_rate: rate, betas: train.betas, clip_norm: train.clip_norm, loss_divisor };
         let mut found = self.run_with_recovery(log, |session| session.team.gradients(rows, &input))?;
-        if let Some(sums) = &preferences {
-            found.loss = sums.loss();
+        if let Some(weighted) = &weighted {
+            found.loss = weighted.loss;
         }
         if !found.is_finite() {
             return Err(StepInterrupt::Stop { failure: not_finite(step, found), state_intact: true });
         }
         let removed_reason = self.update_weights(log)?;
         // On a CPU with a load limit, the pause keeps the machine usable.
-        thread::sleep(start.elapsed().mul_f64(1.0 / self.context.cpu_duty - 1.0));
+        let sampling_seconds = weighted.as_ref().map_or(0.0, |weighted| weighted.sampling_seconds);
+        let trained = start.elapsed().saturating_sub(Duration::from_secs_f64(sampling_seconds));
+        thread::sleep(trained.mul_f64(1.0 / self.context.cpu_duty - 1.0));
         let seconds = start.elapsed().as_secs_f64();
-        self.step_times.push(seconds);
-        self.team.record_step_seconds(seconds);
+        // The plan predicts no sampling.
+        self.step_times.push(seconds - sampling_seconds);
+        self.team.record_step_seconds(seconds - sampling_seconds);
         self.info.step = step;
         self.info.elapsed_seconds += seconds;
         let loss = self.record_step_loss(found.loss, labelled_tokens, log)?;
-        if let Some(sums) = &preferences {
-            log.emit(Event::Preferences { step, evaluation: false, figures: sums.figures() })?;
+        if let Some(weighted) = weighted.take() {
+            self.log_weighted_loss(weighted, scored.elapsed().as_secs_f64(), log)?;
         }
         log.emit(Event::Step {
             step,
@@ -255,6 +264,35 @@ impl Session {
             Some(reason) => self.rebalance(&reason, log),
             None => Ok(()),
         }
+    }
+
+    /// Sets the loss weights of an objective that needs more than labels, and returns its loss. Returns `None` for other
+    /// objectives, whose labels have the weight 1.
+    fn set_loss_weights(
+        &mut self,
+        batch: &mut Batch,
+        log: &mut EventLog,
+        stop: &AtomicBool,
+    ) -> Result<Option<WeightedLoss>, StepInterrupt> {
+        match self.context.run.train.objective {
+            Objective::Supervised => Ok(None),
+            Objective::Dpo => self.set_pair_weights(batch, log).map(Some),
+            Objective::Grpo => self.set_completion_weights(batch, log, stop).map(Some),
+        }
+    }
+
+    /// Logs the figures of a step. `update_seconds` are those of gradients and update.
+    fn log_weighted_loss(
+        &mut self,
+        WeightedLoss { mut event, .. }: WeightedLoss,
+        update_seconds: f64,
+        log: &mut EventLog,
+    ) -> Result<(), Failure> {
+        if let Event::Round { figures, .. } = &mut event {
+            figures.seconds.update = update_seconds;
+            self.record_round((**figures).clone());
+        }
+        log.emit(event)
     }
 
     /// Returns the memory of each device, for viewers of the run; `None` if it was measured a moment ago.

@@ -230,6 +230,7 @@ impl Case {
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
             evaluate: true,
             score: false,
+            temperature: 1.0,
             generation: Some(Generation { slots: 1, capacity: 8, chunk: 3 }),
             device,
             host: HostSpec { budget: Bytes::gib(2), memory_bytes_per_second: 1e10, file: FileSpec::NONE },

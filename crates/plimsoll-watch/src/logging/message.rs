@@ -142,7 +142,7 @@ impl WebhookEvent {
                 status: result.status,
                 step: result.steps,
                 loss: Some(result.loss.last).filter(|loss| !loss.is_nan()),
-                eval_loss: result.eval.as_ref().map(|eval| eval.loss),
+                eval_loss: result.eval.as_ref().map(|eval| eval.loss).filter(|loss| !loss.is_nan()),
                 tokens_per_second: result.tokens_per_second,
                 recoveries: result.recoveries.len() as u64,
             },

@@ -14,7 +14,7 @@
 
 use super::tfrecord::{Content, Scalar, record};
 use crate::snapshot::run_folder::StoredFile;
-use plimsoll_core::{Bytes, Event, HeldMemory, Plan, PreferenceFigures, Record};
+use plimsoll_core::{Bytes, CompletionFigures, Event, HeldMemory, Plan, PreferenceFigures, Record, RoundFigures};
 use plimsoll_device::private_file;
 use std::fs::File;
 use std::io::{self, Write};
@@ -73,11 +73,16 @@ impl TensorBoard {
         }
         let (step, scalars) = match event {
             Event::Step { step, .. } => (*step, self.scalars_of_step(event)),
-            Event::Evaluation { step, loss, exact_match, seconds, .. } => {
-                let exact_match = exact_match.map(|share| scalar("eval/exact_match", share));
-                let known = [scalar("eval/loss", *loss), scalar("eval/runtime", *seconds)];
-                (*step, known.into_iter().chain(exact_match).collect())
+            Event::Evaluation { step, loss, reward, exact_match, seconds, .. } => {
+                let known = [
+                    ("eval/loss", Some(*loss).filter(|loss| !loss.is_nan())),
+                    ("eval/runtime", Some(*seconds)),
+                    ("eval/exact_match", *exact_match),
+                    ("eval/reward", *reward),
+                ];
+                (*step, known.into_iter().filter_map(|(tag, value)| Some(scalar(tag, value?))).collect())
             }
+            Event::Round { step, figures, .. } => (*step, scalars_of_round(figures)),
             Event::Preferences { step, evaluation, figures } => {
                 (*step, scalars_of_preferences(if *evaluation { "eval" } else { "train" }, figures))
             }
@@ -129,6 +134,24 @@ fn scalars_of_preferences(of: &str, figures: &PreferenceFigures) -> Vec<Scalar> 
         ("margins", figures.margin()),
     ];
     named.map(|(name, value)| scalar(&format!("{of}/rewards/{name}"), value)).into()
+}
+
+/// Returns the figures of sampled completions, with the names of TRL. Those that are unknown are left out.
+fn scalars_of_round(figures: &RoundFigures) -> Vec<Scalar> {
+    let CompletionFigures { mean_length, clipped_ratio, .. } = figures.completions;
+    let named = [
+        ("train/reward", Some(figures.reward)),
+        ("train/reward_std", Some(figures.reward_std)),
+        ("train/frac_reward_zero_std", Some(figures.frac_reward_zero_std)),
+        ("train/kl", figures.kl),
+        ("train/entropy", figures.entropy),
+        ("train/clip_ratio/region_mean", figures.clip_ratio),
+        ("train/completions/mean_length", Some(mean_length)),
+        ("train/completions/clipped_ratio", Some(clipped_ratio)),
+    ];
+    let known = named.into_iter().filter_map(|(tag, value)| Some((tag.to_owned(), value?)));
+    let rewards = figures.rewards.iter().map(|(name, mean)| (format!("train/rewards/{name}/mean"), *mean));
+    known.chain(rewards).filter(|(_, value)| !value.is_nan()).map(|(tag, value)| scalar(&tag, value)).collect()
 }
 
 /// Returns the memory of a device, with its plan and its load line, as far as they are known.

@@ -398,20 +398,27 @@ fn history(report: &Report) -> Section {
     section("History", if plots.is_empty() { vec![] } else { vec![Part::Plots(plots)] })
 }
 
-/// Returns the share of right answers in an evaluation, or of pairs in which the chosen answer is preferred.
-fn share_of(evaluation: &EvaluationNote) -> Option<f64> {
-    evaluation.exact_match.or(evaluation.preferences.map(|figures| figures.accuracy))
+/// Returns the mean reward of an evaluation, or the share of right answers, or of pairs in which the chosen answer is preferred.
+fn share_of(evaluation: &EvaluationNote) -> Option<String> {
+    let share = || evaluation.exact_match.or(evaluation.preferences.map(|figures| figures.accuracy));
+    let reward = evaluation.reward.map(|reward| format!("{reward:.3}"));
+    reward.or_else(|| Some(percent(share()?, 1)))
 }
 
 fn evaluations(report: &Report) -> Section {
     let Newest { earlier, listed } = &report.evaluations;
     let row = |evaluation: &EvaluationNote| {
-        let exact = share_of(evaluation).map_or("–".to_owned(), |share| percent(share, 1));
+        let exact = share_of(evaluation).unwrap_or("–".to_owned());
         let by = evaluation.device.clone().unwrap_or_else(|| "the team".to_owned());
         vec![evaluation.step.to_string(), or_unknown(evaluation.loss, loss), exact, seconds(evaluation.seconds), by]
     };
     let has_pairs = listed.iter().any(|evaluation| evaluation.preferences.is_some());
-    let share = if has_pairs { "chosen preferred" } else { "exact match" };
+    let has_rewards = listed.iter().any(|evaluation| evaluation.reward.is_some());
+    let share = match (has_pairs, has_rewards) {
+        (true, _) => "chosen preferred",
+        (_, true) => "reward",
+        _ => "exact match",
+    };
     let headings = ["after step", "loss", share, "time", "evaluated by"].map(str::to_owned).to_vec();
     let mut parts = Vec::new();
     if !listed.is_empty() {

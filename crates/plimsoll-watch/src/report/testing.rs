@@ -134,7 +134,8 @@ impl TestRun {
         events.extend((1..=self.steps).map(|step| self.step(step)));
         events.push(Event::Warning { message: "a <script>alert(1)</script> warning".into() });
         let (step, seconds) = (self.steps, 0.5);
-        events.push(Event::Evaluation { step, loss: 1.25, exact_match: Some(0.5), tokens: 10, seconds, device: None });
+        let (loss, reward, exact_match, tokens, device) = (1.25, None, Some(0.5), 10, None);
+        events.push(Event::Evaluation { step, loss, reward, exact_match, tokens, seconds, device });
         events.extend(self.ended.map(|status| Event::End { status: status.into(), step }));
         let record = |(number, event): (usize, Event)| Record {
             version: EVENTS_VERSION,

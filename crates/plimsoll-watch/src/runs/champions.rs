@@ -269,7 +269,7 @@ fn candidate(run: &RunFolder, at: f64) -> Result<Option<Champion>, String> {
         batch_tokens: settings.batch_tokens,
         step_seconds: result.step_seconds.median,
         loss: Some(result.loss.last).filter(|loss| loss.is_finite()),
-        eval_loss: result.eval.map(|eval| eval.loss),
+        eval_loss: result.eval.map(|eval| eval.loss).filter(|loss| !loss.is_nan()),
         measured_peak_bytes: report.devices.iter().filter_map(|device| device.total.measured_bytes).max(),
         run_file: settings.text.clone(),
         plan: serde_json::to_value(plan).expect("plain data has a JSON form"),

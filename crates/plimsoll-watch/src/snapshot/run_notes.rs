@@ -65,6 +65,9 @@ pub struct EvaluationNote {
     /// Preferences between pairs of answers; `None` for other data.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub preferences: Option<PreferenceFigures>,
+    /// Mean reward of the most likely completions; `None` for other objectives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reward: Option<f64>,
     /// Seconds that the evaluation took.
     pub seconds: f64,
     /// The device that evaluated while the team trained; `None` if the team evaluated.
@@ -128,13 +131,14 @@ impl RunNotes {
                 environment: environment.as_deref().cloned(),
             }),
             Event::Step { seconds, .. } => self.step_seconds_total += seconds,
-            Event::Evaluation { step, loss, exact_match, seconds, device, .. } => {
+            Event::Evaluation { step, loss, reward, exact_match, seconds, device, .. } => {
                 self.evaluations.listed.retain(|earlier| earlier.step < *step);
                 self.evaluations.push(EvaluationNote {
                     step: *step,
                     loss: Some(*loss).filter(|loss| loss.is_finite()),
                     exact_match: *exact_match,
                     preferences: self.preferences.take().filter(|(of, _)| of == step).map(|(_, figures)| figures),
+                    reward: *reward,
                     seconds: *seconds,
                     device: device.clone(),
                 });
@@ -152,6 +156,7 @@ impl RunNotes {
             Event::Preferences { step, evaluation: true, figures } => self.preferences = Some((*step, *figures)),
             Event::Preferences { .. }
             | Event::Reference { .. }
+            | Event::Round { .. }
             | Event::Checkpoint { .. }
             | Event::ThermalPause { .. }
             | Event::End { .. } => {}
@@ -171,7 +176,8 @@ mod tests {
     use plimsoll_core::{Bytes, EVENTS_VERSION, Recipe};
 
     fn evaluation(step: u64, loss: f64) -> Record {
-        let event = Event::Evaluation { step, loss, exact_match: None, tokens: 10, seconds: 0.1, device: None };
+        let event =
+            Event::Evaluation { step, loss, reward: None, exact_match: None, tokens: 10, seconds: 0.1, device: None };
         Record { version: EVENTS_VERSION, time: step as f64, event }
     }
 

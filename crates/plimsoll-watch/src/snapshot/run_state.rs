@@ -142,7 +142,7 @@ impl RunEvents {
                 }
                 return;
             }
-            Event::Evaluation { loss, .. } => self.eval_loss = Some(*loss),
+            Event::Evaluation { loss, .. } => self.eval_loss = Some(*loss).filter(|loss| !loss.is_nan()),
             Event::Checkpoint { step, .. } => self.checkpoint_step = Some(*step),
             Event::Recovery(recovery) => {
                 self.predicted_step_seconds = Some(recovery.predicted_step_seconds);
@@ -157,6 +157,7 @@ impl RunEvents {
             Event::End { status, .. } => self.ended = Some(status.clone()),
             Event::Reference { .. }
             | Event::Preferences { .. }
+            | Event::Round { .. }
             | Event::ThermalPause { .. }
             | Event::Warning { .. } => {}
         }

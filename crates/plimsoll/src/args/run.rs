@@ -56,6 +56,11 @@ pub struct TrainArgs {
     /// for the whole run, unless run.deterministic = false.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     plan: Option<PathBuf>,
+    /// Train on these completions with their rewards instead of sampling some, with train.objective = "grpo"
+    ///
+    /// Stands for data.train, data.format = "rollouts" and no data.eval; see docs/grpo.md.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    rollouts: Option<String>,
     /// Save no checkpoint and no model, for benchmarks
     #[arg(long, conflicts_with = "resume")]
     pub no_save: bool,
@@ -162,6 +167,10 @@ impl TrainArgs {
         let mut settings = self.settings.settings();
         if let Some(dir) = &self.resume {
             return RunRequest::resume(dir, &settings);
+        }
+        if let Some(file) = &self.rollouts {
+            let train = list_setting("data.train", std::slice::from_ref(file));
+            settings.splice(0..0, [train, setting("data.format", "rollouts"), list_setting("data.eval", &[])]);
         }
         if let (Some(plan), Some(path)) = (self.plan()?, &self.plan) {
             let mut config = RunConfig::load(self.run_file.as_deref(), &settings)?;

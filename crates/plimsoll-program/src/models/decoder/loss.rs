@@ -199,12 +199,14 @@ impl LossWriter<'_, '_, '_> {
 
     /// Returns the factor of the product that gives logits, and of those that derive it.
     fn logits_scale(&self) -> f64 {
-        1.0 / self.decoder.options.config.extras.logits_scaling
+        let options = self.decoder.options;
+        1.0 / (options.config.extras.logits_scaling * options.temperature)
     }
 
-    /// Returns the cap of logits, if the model has one.
+    /// Returns the cap of logits after their division by the temperature, if the model has one.
     fn softcap(&self) -> Option<f64> {
-        self.decoder.options.config.extras.logit_softcap
+        let options = self.decoder.options;
+        options.config.extras.logit_softcap.map(|cap| cap / options.temperature)
     }
 
     fn vocab(&self) -> u64 {

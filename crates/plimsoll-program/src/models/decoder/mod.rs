@@ -209,6 +209,8 @@ pub struct BuildOptions<'a> {
     pub evaluate: bool,
     /// Whether to build the Program that computes log-probabilities ([`ProgramKind::Score`]).
     pub score: bool,
+    /// Divisor of the logits in the loss and the score. 1 except where the loss is over samples of another temperature.
+    pub temperature: f64,
     /// Options of the Programs for generation (prefill and decode); `None` builds neither.
     pub generation: Option<Generation>,
     /// Whether to build the Programs for loading, saving and checkpoints. They do not depend on the planner's choices,

@@ -77,6 +77,8 @@ struct KeyScan {
     label: bool,
     chosen: bool,
     rejected: bool,
+    prompt_ids: bool,
+    completion_ids: bool,
 }
 
 impl KeyScan {
@@ -92,9 +94,24 @@ impl KeyScan {
         add(has_messages(RecordFormat::Messages), RecordFormat::Messages);
         add(has_messages(RecordFormat::Sharegpt), RecordFormat::Sharegpt);
         add(self.instruction && self.output, RecordFormat::Alpaca);
-        add(self.prompt && self.completion && !self.label, RecordFormat::PromptCompletion);
+        // Files of rounds have their texts, too.
+        let is_rollout = self.prompt_ids && self.completion_ids;
+        add(self.prompt && self.completion && !self.label && !is_rollout, RecordFormat::PromptCompletion);
         add(has_verdict || (self.chosen && self.rejected), RecordFormat::Preference);
+        add(is_rollout, RecordFormat::Rollouts);
+        // A prompt beside keys of other formats belongs to one of them.
+        if formats.is_empty() && self.prompt && self.messages.is_empty() && !self.has_other_key() {
+            formats.push(RecordFormat::Prompt);
+        }
         formats
+    }
+}
+
+impl KeyScan {
+    /// Returns whether a key other than `prompt` tells the format.
+    fn has_other_key(&self) -> bool {
+        let KeyScan { text, input_ids, completion, chosen, rejected, prompt_ids, .. } = self;
+        [text, input_ids, completion, chosen, rejected, prompt_ids].into_iter().any(|flag| *flag)
     }
 }
 
@@ -132,6 +149,8 @@ impl<'de> Visitor<'de> for KeyVisitor {
                 "label" => Some(&mut keys.label),
                 "chosen" => Some(&mut keys.chosen),
                 "rejected" => Some(&mut keys.rejected),
+                "prompt_ids" => Some(&mut keys.prompt_ids),
+                "completion_ids" => Some(&mut keys.completion_ids),
                 _ => None,
             };
             let is_present = map.next_value::<Option<IgnoredAny>>()?.is_some();

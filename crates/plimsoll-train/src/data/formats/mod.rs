@@ -9,6 +9,8 @@
 //! | `alpaca` | `alpaca` | `instruction`, `input`, `output`, `system`, `history` |
 //! | `completion` | `prompt_completion` | `prompt` and `completion` |
 //! | `preference` | `preference` | `chosen` and `rejected`, with or without `prompt` |
+//! | (here) | `prompt` | `prompt`, with any other keys |
+//! | `rollouts` of `data` | `rollouts` | `prompt_ids`, `completion_ids`, `rewards`, `old_logps` |
 //!
 //! `detect` recognizes the format of a file by its records.
 
@@ -27,6 +29,7 @@ use super::containers::{Container, Record, file_type};
 use super::conversation::{Conversation, Message, Prompt};
 use super::error::DataError;
 use super::record_format::RecordFormat;
+use super::rollouts::Rollout;
 use super::token_line::TokenLine;
 use crate::config::Format;
 use serde::Deserialize;
@@ -77,6 +80,8 @@ pub(super) enum Document<'a> {
     Conversation(Box<Conversation>),
     /// A prompt with a chosen and a rejected answer.
     Preference(PreferencePair),
+    /// A prompt whose completions are sampled.
+    Prompt(Prompt),
     /// A checked completion with a verdict, which no objective uses.
     Verdict,
     /// A conversation without messages.
@@ -103,6 +108,12 @@ pub(super) fn parse_record(record: Record, format: RecordFormat) -> Result<Docum
         RecordFormat::Alpaca => alpaca::parse(&mut keys_of(record)?),
         RecordFormat::PromptCompletion => completion::parse(&mut keys_of(record)?),
         RecordFormat::Preference => preference::parse(&mut keys_of(record)?),
+        RecordFormat::Prompt => parse_prompt(&keys_of(record)?).map(Document::Prompt),
+        RecordFormat::Rollouts => {
+            let rollout: Rollout = record.parse()?;
+            rollout.check()?;
+            Ok(Document::Tokens(rollout.into()))
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use plimsoll_core::printable::printable_line;
 use plimsoll_core::{Failure, Rung, format_count};
 use plimsoll_program::models::preset_name;
 use plimsoll_train::config::{HUB_PREFIX, Init, Method, RunConfig, list_setting, model_setting, setting};
-use plimsoll_train::data::{DataSummary, inspect};
+use plimsoll_train::data::{DataSummary, RecordFormat, inspect};
 use plimsoll_train::resolve::{HubNeed, Model};
 use plimsoll_train::session::start::check_new_run;
 use std::path::{Path, PathBuf};
@@ -155,6 +155,11 @@ pub fn inspect_data(data: &[String], vocab: Option<u64>) -> Result<DataSummary, 
     };
     let files = downloaded.as_ref().map_or(data, |request| &request.config.data.train[..]);
     let summary = inspect(files, vocab)?;
+    let is_for_rounds = |format: &RecordFormat| matches!(format, RecordFormat::Prompt | RecordFormat::Rollouts);
+    if let Some(format) = summary.formats.iter().find(|format| is_for_rounds(format)) {
+        return Err(Failure::input(format!("the data have the format {format}, for which init writes no run file"))
+            .hint("write one with train.objective = \"grpo\", as docs/grpo.md shows"));
+    }
     if summary.documents == 0 && summary.is_complete {
         return Err(Failure::input("the data have no document with something to predict")
             .hint("a document has two tokens or more"));

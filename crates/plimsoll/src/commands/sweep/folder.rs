@@ -220,7 +220,7 @@ impl SweepFolder {
             let Ok(Record { event, .. }) = Record::from_line(line.as_bytes()) else { continue };
             match event {
                 Event::Step { step, loss, .. } => (progress.steps, progress.loss) = (step, Some(loss)),
-                Event::Evaluation { loss, .. } => progress.eval_loss = Some(loss),
+                Event::Evaluation { loss, .. } => progress.eval_loss = Some(loss).filter(|loss| !loss.is_nan()),
                 Event::Checkpoint { step, .. } => progress.saved_step = step,
                 Event::Recovery(_) => progress.recoveries += 1,
                 _ => {}

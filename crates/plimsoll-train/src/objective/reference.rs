@@ -1,4 +1,4 @@
-//! Log-probabilities of answers under the initial weights, in the files `train.scores` and `eval.scores` of the run folder.
+//! Log-probabilities of answers, or of the tokens of completions, under the initial weights, in the files `train.scores` and `eval.scores` of the run folder.
 //!
 //! A file begins with the fingerprint of weights and data, 32 bytes. If the fingerprint differs, the file is emptied. A list of
 //! entries follows, one for each row of data, in the order in which they were computed:
@@ -6,13 +6,13 @@
 //! | bytes | content |
 //! |--:|---|
 //! | 8 | number of the row, over all sources |
-//! | 4 | number of answers |
+//! | 4 | number of values |
 //! | 4 | CRC-32 of row, count and values |
-//! | 8 each | log-probability of each answer, as f64 |
+//! | 8 each | log-probability of each answer or token, as f64 |
 //!
 //! All numbers are little-endian. On opening, a file is cut off at the first incomplete or damaged entry.
 
-use crate::config::RunConfig;
+use crate::config::{Objective, RunConfig};
 use crate::data::SourceRow;
 use plimsoll_core::Failure;
 use sha2::{Digest, Sha256};
@@ -49,8 +49,8 @@ fn first_rows(rows: &[u64]) -> Vec<u64> {
     rows.iter().map(first_of).collect()
 }
 
-/// Returns a SHA-256 that identifies initial weights and rows. It covers `[model]`, `[lora]`, seed, precision, method and rungs of
-/// the run; names, sizes and times of the model's files, not their contents; `data.sequence`, `data.pack`, and `content`,
+/// Returns a SHA-256 that identifies initial weights and rows. It covers `[model]`, `[lora]`, seed, precision, method, rungs,
+/// objective and temperature of the run; names, sizes and times of the model's files, not their contents; `data.sequence`, `data.pack`, and `content`,
 /// the SHA-256 of the data.
 pub(crate) fn fingerprint(run: &RunConfig, content: &str) -> [u8; 32] {
     let (mut relevant, data) = (RunConfig::default(), &run.data);
@@ -60,6 +60,10 @@ pub(crate) fn fingerprint(run: &RunConfig, content: &str) -> [u8; 32] {
     (relevant.train.seed, relevant.train.precision, relevant.train.method) =
         (train.seed, train.precision, train.method);
     relevant.train.rungs.clone_from(&train.rungs);
+    relevant.train.objective = train.objective;
+    if train.objective == Objective::Grpo {
+        relevant.grpo.temperature = run.grpo.temperature;
+    }
     let mut hasher = Sha256::new();
     hasher.update(relevant.to_toml());
     hasher.update(content);

@@ -1,0 +1,290 @@
+//! Group relative policy optimization: steps over completions with rewards. Each step has three parts:
+//!
+//! 1. The completions of the round, with their rewards: those of a file, or those that the model samples.
+//! 2. `objective::groups` computes advantages, the loss, and its derivative with respect to the log-probability of each token.
+//!    Unless all ratios are 1 and there is no KL penalty, `Team::score` computes the log-probabilities first.
+//! 3. The ordinary passes run with minus this derivative as loss weights. Their gradient is that of the objective.
+//!
+//! A round that is sampled is complete in its file before the first update. A run that continues within it, or returns to it,
+//! reads the file. The random draws of a completion depend on the seed of the run, on the round, and on its place in the
+//! round only, so a round that is sampled again is the same.
+
+use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, splitmix64};
+use crate::events::EventLog;
+use crate::inference::completions::{CompletionRequest, SampledCompletion};
+use crate::inference::sampling::Sampling;
+use crate::objective::{RoundLoss, RoundScores, Rounds, Sample, WeightedLoss};
+use crate::planning::completions::{CompletionSource, PromptSource};
+use crate::rewards::{Completion, weighted_sum};
+use crate::session::interrupt::StepInterrupt;
+use crate::session::reference::read_reference;
+use crate::session::training::Session;
+use plimsoll_core::{EvalResult, Event, Failure, RoundFigures, RoundSeconds};
+use serde_json::Value;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::Instant;
+
+/// Number of steps whose figures the result lists.
+const LISTED_MAX: usize = 1000;
+
+impl Session {
+    /// Sets the loss weight of each token of the step's completions to minus the derivative of the loss with respect to its
+    /// log-probability. Returns the loss of the step. If `stop` becomes true while rewards are computed, the run stops.
+    pub(crate) fn set_completion_weights(
+        &mut self,
+        batch: &mut Batch,
+        log: &mut EventLog,
+        stop: &AtomicBool,
+    ) -> Result<WeightedLoss, StepInterrupt> {
+        let mut seconds = RoundSeconds::default();
+        let mut samples = self.begin_round(batch, &mut seconds, log, stop)?;
+        let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.rows.labelled_tokens());
+        let begin = Instant::now();
+        let rows = &mut batch.rows;
+        let has_score = self.context.run.has_score();
+        let scores = has_score.then(|| self.run_with_recovery(log, |session| session.team.score(rows))).transpose()?;
+        let values = |scores: Vec<f64>| (0..rows.len()).map(|row| rows.labelled_values(row, &scores)).collect();
+        let policy: Option<Vec<Vec<f64>>> = scores.map(values);
+        seconds.score = begin.elapsed().as_secs_f64();
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
+        let round = rounds.round_of(self.current_step);
+        if let Some(policy) = &policy
+            && rounds.settings.num_iterations > 1
+            && samples.iter().any(|sample| sample.old_logps.is_none())
+        {
+            complete_old_logps(&mut samples, policy);
+            rounds.files.write(round, &samples)?;
+        }
+        let reference = read_reference(self.references.train.as_ref(), &batch.sources)?;
+        let reference = if reference.len() < samples.len() { vec![Vec::new(); samples.len()] } else { reference };
+        let scores = RoundScores { policy: policy.as_deref(), reference: &reference };
+        let found = RoundLoss::new(&rounds.settings, &samples, scores, &self.context.resolved.model.config.eos);
+        rounds.current = Some((round, samples));
+        found.weights.iter().enumerate().for_each(|(row, weights)| batch.rows.set_token_weights(row, weights));
+        let figures = Box::new(RoundFigures { seconds, ..found.figures });
+        let event = Event::Round { step: self.current_step, round, figures };
+        let sampling_seconds = seconds.generate + seconds.reward;
+        Ok(WeightedLoss { loss: found.loss, divisor: 1, tokens, labelled_tokens, sampling_seconds, event })
+    }
+
+    /// Returns the completions of the step in progress, whose rows are then those of `batch`.
+    fn begin_round(
+        &mut self,
+        batch: &mut Batch,
+        seconds: &mut RoundSeconds,
+        log: &mut EventLog,
+        stop: &AtomicBool,
+    ) -> Result<Vec<Sample>, StepInterrupt> {
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
+        let round = rounds.round_of(self.current_step);
+        if self.info.step == 0 && rounds.current.is_none() {
+            rounds.files.clear()?;
+        }
+        let known = rounds.current.take().filter(|(current, _)| *current == round).map(|(_, samples)| samples);
+        let known = known.map_or_else(|| rounds.files.read(round), |samples| Ok(Some(samples)))?;
+        if let Some(samples) = &known {
+            let generations = rounds.settings.num_generations as usize;
+            rounds.files.check(round, holds_samples(batch, samples, &rounds.source, generations))?;
+        }
+        let samples = match (known, &rounds.source) {
+            (Some(samples), CompletionSource::Rollouts(_)) => return Ok(samples),
+            (None, CompletionSource::Rollouts(rewards)) => return Ok(samples_of_rows(batch, rewards)),
+            (Some(samples), CompletionSource::Prompts(_)) => samples,
+            (None, CompletionSource::Prompts(_)) => self.sample_round(batch, round, seconds, log, stop)?,
+        };
+        batch.rows.clear();
+        samples.iter().for_each(|sample| batch.rows.push_completion(&sample.prompt_ids, &sample.completion_ids));
+        Ok(samples)
+    }
+
+    /// Samples completions of the prompts in `batch`, computes their rewards, and writes the file of the round.
+    fn sample_round(
+        &mut self,
+        batch: &Batch,
+        round: u64,
+        seconds: &mut RoundSeconds,
+        log: &mut EventLog,
+        stop: &AtomicBool,
+    ) -> Result<Vec<Sample>, StepInterrupt> {
+        let generations = self.context.run.grpo.num_generations;
+        let prompts: Vec<Vec<i32>> = (0..batch.rows.len()).map(|row| batch.rows.prompt_and_completion(row).0).collect();
+        let first = splitmix64(splitmix64(self.context.run.train.seed) ^ round);
+        let with_seeds = |(number, prompt): (usize, &Vec<i32>)| {
+            let seeds = (0..generations).map(move |member| first ^ (number as u64 * generations + member));
+            let prompt = prompt.clone();
+            seeds.map(move |seed| (prompt.clone(), splitmix64(seed))).collect::<Vec<_>>()
+        };
+        let request = self.completion_request(prompts.iter().enumerate().flat_map(with_seeds).collect(), true);
+        let begin = Instant::now();
+        let completions = self.complete_prompts(request, log)?;
+        seconds.generate = begin.elapsed().as_secs_f64();
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
+        let CompletionSource::Prompts(source) = &mut rounds.source else { unreachable!("the model samples") };
+        let begin = Instant::now();
+        let records: Vec<(usize, u64)> = batch
+            .sources
+            .iter()
+            .flat_map(|row| std::iter::repeat_n((row.source, row.row), generations as usize))
+            .collect();
+        let texts = decode_completions(source, &completions, &self.context.resolved.model.config.eos)?;
+        let of = |(source_of, row): (usize, u64)| &source.train[source_of][row as usize];
+        let found = completions.iter().zip(&texts).zip(&records).map(|((completion, text), &record)| {
+            let record = of(record);
+            Completion { prompt: prompt_value(record), text, tokens: &completion.tokens, columns: &record.keys }
+        });
+        let scored = source.rewards.score(&found.collect::<Vec<_>>(), stop);
+        for message in source.rewards.warnings() {
+            log.emit(Event::Warning { message })?;
+        }
+        let rewards = scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })?;
+        seconds.reward = begin.elapsed().as_secs_f64();
+        let all = completions.into_iter().zip(texts).zip(rewards).zip(records).enumerate();
+        let samples: Vec<Sample> = all
+            .map(|(index, (((completion, text), rewards), record))| Sample {
+                prompt: Some(prompt_value(&source.train[record.0][record.1 as usize]).clone()),
+                completion: Some(text),
+                prompt_ids: prompts[index / generations as usize].clone(),
+                completion_ids: completion.tokens,
+                rewards,
+                old_logps: None,
+                sampling_logps: Some(completion.logps),
+                entropy: Some(completion.entropy),
+            })
+            .collect();
+        rounds.files.write(round, &samples)?;
+        Ok(samples)
+    }
+
+    /// Returns the request to complete prompts: as the run file says if `samples`, else by the most likely tokens.
+    fn completion_request(&self, prompts: Vec<(Vec<i32>, u64)>, samples: bool) -> CompletionRequest {
+        let settings = &self.context.run.grpo;
+        let sampling = Sampling {
+            temperature: settings.temperature,
+            top_k: settings.top_k as usize,
+            top_p: settings.top_p,
+            min_p: settings.min_p,
+            repetition_penalty: settings.repetition_penalty,
+            seed: 0,
+        };
+        CompletionRequest {
+            prompts,
+            max_new_tokens: settings.max_completion_length as usize,
+            sampling: if samples { sampling } else { Sampling::GREEDY },
+            end_tokens: self.context.resolved.model.config.eos.clone(),
+        }
+    }
+
+    /// Completes prompts on the team. On a CPU with a load limit, a pause follows that keeps the machine usable.
+    fn complete_prompts(
+        &mut self,
+        request: CompletionRequest,
+        log: &mut EventLog,
+    ) -> Result<Vec<SampledCompletion>, StepInterrupt> {
+        let (request, begin) = (Arc::new(request), Instant::now());
+        let completions = self.run_with_recovery(log, |session| session.team.complete(&request))?;
+        thread::sleep(begin.elapsed().mul_f64(1.0 / self.context.cpu_duty - 1.0));
+        Ok(completions)
+    }
+
+    /// Evaluates the most likely completion of each evaluation prompt by its rewards, on the team. Does nothing without
+    /// evaluation data.
+    pub(crate) fn evaluate_rewards(&mut self, log: &mut EventLog) -> Result<(), StepInterrupt> {
+        let Some(data) = self.context.eval.clone() else { return Ok(()) };
+        let begin = Instant::now();
+        let (mut rows, mut prompts) = (Rows::new(1, data.sequence()), Vec::new());
+        for row in 0..data.rows() {
+            data.read([row], &mut rows)?;
+            prompts.push((rows.prompt_and_completion(0).0, 0));
+        }
+        let completions = self.complete_prompts(self.completion_request(prompts, false), log)?;
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
+        let CompletionSource::Prompts(source) = &mut rounds.source else { return Ok(()) };
+        let texts = decode_completions(source, &completions, &self.context.resolved.model.config.eos)?;
+        let found = completions.iter().zip(&texts).zip(&source.eval).map(|((completion, text), record)| Completion {
+            prompt: prompt_value(record),
+            text,
+            tokens: &completion.tokens,
+            columns: &record.keys,
+        });
+        let scored = source.rewards.score(&found.collect::<Vec<_>>(), &AtomicBool::new(false));
+        for message in source.rewards.warnings() {
+            log.emit(Event::Warning { message })?;
+        }
+        let rewards = scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })?;
+        let sums: Vec<f64> =
+            rewards.iter().filter_map(|rewards| weighted_sum(rewards, &rounds.settings.reward_weights)).collect();
+        let reward = (!sums.is_empty()).then(|| sums.iter().sum::<f64>() / sums.len() as f64);
+        let (step, loss, exact_match, device) = (self.info.step, f64::NAN, None, None);
+        self.last_eval = Some((step, EvalResult { loss, exact_match, preferences: None, reward }));
+        let tokens = completions.iter().map(|completion| completion.tokens.len() as u64).sum();
+        let seconds = begin.elapsed().as_secs_f64();
+        log.emit(Event::Evaluation { step, loss, reward, exact_match, tokens, seconds, device })?;
+        Ok(())
+    }
+
+    /// Keeps the figures of a step for the result.
+    pub(crate) fn record_round(&mut self, figures: RoundFigures) {
+        let Some(Rounds { figures: listed, .. }) = &mut self.rounds else { return };
+        if listed.len() == LISTED_MAX {
+            listed.pop_front();
+        }
+        listed.push_back((self.info.step, figures));
+    }
+}
+
+/// Returns the prompt of a record, as the user wrote it.
+fn prompt_value(record: &PromptRecord) -> &Value {
+    let keys = ["prompt", "messages", "conversations"];
+    keys.iter().find_map(|key| record.keys.get(*key)).unwrap_or(&Value::Null)
+}
+
+/// Decodes completions to text, without end tokens.
+fn decode_completions(
+    source: &PromptSource,
+    completions: &[SampledCompletion],
+    end_tokens: &[i64],
+) -> Result<Vec<String>, Failure> {
+    let decode = |completion: &SampledCompletion| {
+        let is_end = |token: &i32| end_tokens.contains(&i64::from(*token));
+        let ids: Vec<u32> = completion.tokens.iter().take_while(|token| !is_end(token)).map(|&id| id as u32).collect();
+        Ok(source.tokenizer.decode(&ids)?)
+    };
+    completions.iter().map(decode).collect()
+}
+
+/// Sets the old log-probabilities of completions that have none to those of the current weights.
+fn complete_old_logps(samples: &mut [Sample], policy: &[Vec<f64>]) {
+    for (sample, policy) in samples.iter_mut().zip(policy) {
+        sample.old_logps.get_or_insert_with(|| policy.clone());
+    }
+}
+
+/// Returns whether `samples` are completions of the rows of `batch`: those in the rows, or `generations` of each prompt.
+fn holds_samples(batch: &Batch, samples: &[Sample], source: &CompletionSource, generations: usize) -> bool {
+    let rows: Vec<(Vec<i32>, Vec<i32>)> =
+        (0..batch.sources.len()).map(|row| batch.rows.prompt_and_completion(row)).collect();
+    match source {
+        CompletionSource::Rollouts(_) => {
+            let same = |((prompt, completion), sample): (&(Vec<i32>, Vec<i32>), &Sample)| {
+                *prompt == sample.prompt_ids && *completion == sample.completion_ids
+            };
+            rows.len() == samples.len() && rows.iter().zip(samples).all(same)
+        }
+        CompletionSource::Prompts(_) => {
+            let of = |(index, sample): (usize, &Sample)| rows[index / generations].0 == sample.prompt_ids;
+            rows.len() * generations == samples.len() && samples.iter().enumerate().all(of)
+        }
+    }
+}
+
+/// Returns the completions in the rows of `batch`. `rewards` has those of all rows of each source.
+fn samples_of_rows(batch: &Batch, rewards: &[Vec<RolloutRewards>]) -> Vec<Sample> {
+    let sample = |(index, of): (usize, &SourceRow)| {
+        let (prompt_ids, completion_ids) = batch.rows.prompt_and_completion(index);
+        let RolloutRewards { rewards, old_logps } = rewards[of.source][of.row as usize].clone();
+        Sample { prompt_ids, completion_ids, rewards, old_logps, ..Sample::default() }
+    };
+    batch.sources.iter().enumerate().map(sample).collect()
+}
