@@ -232,6 +232,17 @@ fn failed_reward_stops_the_run_resumably() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
+fn example_learns_carries_from_rewards() {
+    let workspace = workspace();
+    let settings = ["--set", "run.dir=example", "--set", "train.steps=20", "--set", "run.threads=2"];
+    workspace.succeed(&[&["train", "--example", "grpo", "--quiet"][..], &settings].concat());
+    let before = workspace.json("example/supervised/result.json")["eval"]["exact_match"].as_f64().unwrap();
+    let after = workspace.json("example/result.json")["eval"]["reward"].as_f64().unwrap();
+    assert!(before < 0.5 && after > before + 0.2, "{before} before, {after} after");
+}
+
+#[test]
 fn other_data_and_settings_are_refused() {
     let workspace = workspace();
     workspace.write("missing.jsonl", json!({ "prompt": "ab" }).to_string());

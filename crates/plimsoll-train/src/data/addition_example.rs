@@ -6,6 +6,8 @@
 //! A sample is `347+085=2340` and an end token. The digits of the answer are reversed, because carries are computed in
 //! that order. Only the answer and the end token are labelled.
 //!
+//! The example of rewarded completions begins with careless answers: three in five lack all carries, such as `347+085=2230`.
+//!
 //! One problem in fifty, selected by a hash, is held out for evaluation. A linear hash would hold out a residue class;
 //! the model would never see its last digits and could not learn them.
 
@@ -30,6 +32,10 @@ pub const TRAIN_SAMPLES: u64 = 100_000;
 /// Number of evaluation samples of the built-in example, none of which is a training sample.
 pub const EVAL_SAMPLES: u64 = 1024;
 
+/// Number of prompts in the example of rewarded completions.
+const ROUND_PROMPTS: u64 = 20_000;
+/// Number of its prompts for evaluation.
+const ROUND_EVAL_PROMPTS: u64 = 512;
 const PLUS: u32 = 10;
 const EQUALS: u32 = 11;
 const UNKNOWN: u32 = 13;
@@ -53,14 +59,43 @@ pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Returns `count` samples as lines of JSON, for evaluation if `eval`, else for training.
-fn samples(seed: u64, eval: bool, count: u64) -> impl Iterator<Item = String> {
+/// Writes the data of the example of rewarded completions into `folder`, which has the built-in example of the same `seed`:
+/// `careless.jsonl`, samples of which three in five lack all carries, and the prompts `prompts.jsonl` and
+/// `held-out.jsonl` with their right answers.
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn write_rounds_example(folder: &Path, seed: u64) -> Result<(), DataError> {
+    let careless = |problem: &u64| splitmix64(splitmix64(seed) ^ problem) % 5 < 3;
+    let sample = |problem: u64| sample_line(problem, !careless(&problem));
+    write_lines_if_changed(&folder.join("careless.jsonl"), || problems(seed, false, TRAIN_SAMPLES).map(sample))?;
+    write_lines_if_changed(&folder.join("prompts.jsonl"), || problems(seed, false, ROUND_PROMPTS).map(prompt_line))?;
+    write_lines_if_changed(&folder.join("held-out.jsonl"), || problems(seed, true, ROUND_EVAL_PROMPTS).map(prompt_line))
+}
+
+/// Returns the numbers of `count` problems, for evaluation if `eval`, else for training.
+fn problems(seed: u64, eval: bool, count: u64) -> impl Iterator<Item = u64> {
     let order = RowOrder { seed, rows: PROBLEM_COUNT, shuffle: true };
     let problems = (0..PROBLEM_COUNT).map(move |position| order.row(position));
-    problems.filter(move |&problem| is_held_out(problem) == eval).take(count as usize).map(|problem| {
-        let (ids, labels) = encode_problem(problem);
-        serde_json::json!({ "input_ids": ids, "labels": labels }).to_string()
-    })
+    problems.filter(move |&problem| is_held_out(problem) == eval).take(count as usize)
+}
+
+/// Returns `count` samples as lines of JSON, for evaluation if `eval`, else for training.
+fn samples(seed: u64, eval: bool, count: u64) -> impl Iterator<Item = String> {
+    problems(seed, eval, count).map(|problem| sample_line(problem, true))
+}
+
+/// Returns a sample as a line of JSON, with or without the carries of the sum.
+fn sample_line(problem: u64, carries: bool) -> String {
+    let (ids, labels) = encode_problem(problem, carries);
+    serde_json::json!({ "input_ids": ids, "labels": labels }).to_string()
+}
+
+/// Returns a prompt with its answer as a line of JSON.
+fn prompt_line(problem: u64) -> String {
+    let (a, b) = (problem / 1000, problem % 1000);
+    let answer: String = format!("{:04}", a + b).chars().rev().collect();
+    serde_json::json!({ "prompt": format!("{a:03}+{b:03}="), "answer": answer }).to_string()
 }
 
 /// Returns whether the problem a + b, numbered a · 1000 + b, is held out for evaluation. About one in fifty is.
@@ -84,11 +119,13 @@ fn write_lines_if_changed<L: Iterator<Item = String>>(file: &Path, lines: impl F
 }
 
 /// Returns the tokens and labels of one addition problem, a + b. Its number `problem` is 1000 · a + b. Tokens of the
-/// question have the label −100, which keeps them out of the loss.
-fn encode_problem(problem: u64) -> ([u32; 13], [i32; 13]) {
+/// question have the label −100, which keeps them out of the loss. The answer is right if `carries`; else each digit is the
+/// last one of the sum of two digits.
+fn encode_problem(problem: u64, carries: bool) -> ([u32; 13], [i32; 13]) {
     let digit = |number: u64, place: u32| (number / 10u64.pow(place) % 10) as u32;
     let (a, b) = (problem / 1000, problem % 1000);
-    let sum = a + b;
+    let without_carry = |place: u32| u64::from((digit(a, place) + digit(b, place)) % 10) * 10u64.pow(place);
+    let sum = if carries { a + b } else { (0..3).map(without_carry).sum() };
     let question = [digit(a, 2), digit(a, 1), digit(a, 0), PLUS, digit(b, 2), digit(b, 1), digit(b, 0), EQUALS];
     let answer = [digit(sum, 0), digit(sum, 1), digit(sum, 2), digit(sum, 3), END_TOKEN];
     let (mut ids, mut labels) = ([0; 13], [super::IGNORED_LABEL; 13]);
@@ -242,7 +279,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         write_example(folder.path(), 1).unwrap();
         let tokenizer = Tokenizer::load(&folder.path().join("tokenizer.json")).unwrap();
-        let (ids, _) = encode_problem(347_085);
+        let (ids, _) = encode_problem(347_085, true);
         assert_eq!(tokenizer.encode("347+085=2340<end>").unwrap(), ids);
         assert_eq!(tokenizer.decode(&ids).unwrap(), "347+085=2340");
         assert_eq!(tokenizer.encode("1 ?").unwrap(), [1, UNKNOWN, UNKNOWN]);
@@ -271,5 +308,22 @@ mod tests {
         fs::write(&file, &whole[..whole.len() / 2]).unwrap();
         write_example(folder.path(), 1).unwrap();
         assert_eq!(fs::read(&file).unwrap(), whole);
+    }
+
+    #[test]
+    fn careless_answers_lack_carries() {
+        let folder = tempfile::tempdir().unwrap();
+        write_example(folder.path(), 1).unwrap();
+        write_rounds_example(folder.path(), 1).unwrap();
+        assert_eq!(encode_problem(347_085, true).0[8..], [2, 3, 4, 0, END_TOKEN]);
+        assert_eq!(encode_problem(347_085, false).0[8..], [2, 2, 3, 0, END_TOKEN]);
+        assert_eq!(prompt_line(347_085), r#"{"prompt":"347+085=","answer":"2340"}"#);
+        let lines = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
+        let (careful, careless) = (lines("train.jsonl"), lines("careless.jsonl"));
+        let different = careful.lines().zip(careless.lines()).filter(|(one, other)| one != other).count();
+        // Three in five, of which about one in six needs no carry.
+        assert!((45_000..55_000).contains(&different), "{different}");
+        let trained: Vec<String> = lines("prompts.jsonl").lines().map(str::to_owned).collect();
+        assert!(lines("held-out.jsonl").lines().all(|line| !trained.iter().any(|other| other == line)));
     }
 }

@@ -25,7 +25,7 @@ pub use generate::{AnswerSettings, GenerateArgs};
 pub use model::{EvalArgs, ExportArgs};
 pub use models::{InitArgs, ModelsArgs};
 pub use report::{ReportArgs, RunsArgs};
-pub use run::{PlanArgs, ProgressForm, SweepArgs, TrainArgs};
+pub use run::{Example, PlanArgs, ProgressForm, SweepArgs, TrainArgs};
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use plimsoll_core::Budget;

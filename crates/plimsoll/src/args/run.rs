@@ -12,6 +12,9 @@ use plimsoll_train::resolve::{HubNeed, RunRequest, fetch_hub_files};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+/// Folder of an example of two runs.
+const EXAMPLE_FOLDER: &str = "runs/sums-grpo";
+
 /// Form of the progress of a run on standard output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProgressForm {
@@ -30,6 +33,15 @@ impl ProgressForm {
     pub fn is_for_people(self) -> bool {
         matches!(self, ProgressForm::Tui | ProgressForm::Line)
     }
+}
+
+/// An example that needs no files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Example {
+    /// A small model learns to add numbers.
+    Sums,
+    /// A small model that adds badly learns from rewards.
+    Grpo,
 }
 
 /// Arguments of `plimsoll train`, which trains, or resumes a run.
@@ -61,6 +73,12 @@ pub struct TrainArgs {
     /// Stands for data.train, data.format = "rollouts" and no data.eval; see docs/grpo.md.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     rollouts: Option<String>,
+    /// Train a built-in example: sums, the default without a run file, or grpo
+    ///
+    /// grpo first trains a small model on careless answers, and then rewards its right ones. Both run files and their data
+    /// are written to runs/sums-grpo/example.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["run_file", "resume", "plan", "rollouts", "no_save", "serve"])]
+    pub example: Option<Example>,
     /// Save no checkpoint and no model, for benchmarks
     #[arg(long, conflicts_with = "resume")]
     pub no_save: bool,
@@ -128,6 +146,46 @@ impl TrainArgs {
         }
     }
 
+    /// Returns the flags that choose the output of a run.
+    pub fn output_flags(&self) -> &'static [&'static str] {
+        match self.progress() {
+            ProgressForm::Tui => &["--progress", "tui"],
+            ProgressForm::Line => &[],
+            ProgressForm::Json => &["--json"],
+            ProgressForm::None => &["--quiet"],
+        }
+    }
+
+    /// Returns the folder of an example: `run.dir`, or else the first of `runs/sums-grpo`, `runs/sums-grpo-2`, … that does
+    /// not exist.
+    ///
+    /// # Errors
+    /// An invalid setting.
+    pub fn example_folder(&self) -> Result<String, Failure> {
+        let settings = self.all_settings();
+        let config = RunConfig::load(None, &settings)?;
+        if names_folder(&settings) {
+            return Ok(config.run.dir);
+        }
+        let numbered = (2..).map(|number| format!("{EXAMPLE_FOLDER}-{number}"));
+        let mut folders = std::iter::once(EXAMPLE_FOLDER.to_owned()).chain(numbered);
+        Ok(folders.find(|folder| !Path::new(folder).exists()).expect("numbers do not end"))
+    }
+
+    /// Returns all settings of the run file.
+    pub fn all_settings(&self) -> Vec<String> {
+        self.settings.settings()
+    }
+
+    /// Returns the settings of devices, threads and memory.
+    pub fn device_settings(&self) -> Vec<String> {
+        let mut settings = self.all_settings();
+        let is_kept =
+            |setting: &String| ["run.devices", "run.threads", "memory."].iter().any(|key| setting.starts_with(key));
+        settings.retain(is_kept);
+        settings
+    }
+
     /// Returns whether the command continues an existing run.
     pub fn resumes(&self) -> bool {
         self.resume.is_some()
@@ -184,12 +242,16 @@ impl TrainArgs {
             // A stored plan is kept, unless the user wants otherwise.
             request.run.deterministic.get_or_insert(true);
         }
-        let names_folder = settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"));
-        if self.run_file.is_none() && !names_folder {
+        if self.run_file.is_none() && !names_folder(&settings) {
             request.run.dir = next_free_folder(&request.run.dir);
         }
         Ok(request)
     }
+}
+
+/// Returns whether settings name the run folder.
+fn names_folder(settings: &[String]) -> bool {
+    settings.iter().any(|setting| setting.trim_start().starts_with("run.dir"))
 }
 
 /// Returns the first of `folder`, `folder-2`, `folder-3`, … that holds no run. The built-in example can thus be

@@ -1,0 +1,67 @@
+//! `plimsoll train --example grpo`: writes two run files and their data, and trains them one after the other.
+
+use crate::args::TrainArgs;
+use crate::output;
+use plimsoll_core::{Exit, Failure};
+use plimsoll_train::data::addition_example::{write_example, write_rounds_example};
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+
+/// Seed of the data of the example.
+const SEED: u64 = 1;
+
+/// Writes the example into a new folder, trains the careless model in a process of its own, and continues as the run that
+/// rewards its completions.
+///
+/// # Errors
+/// A folder that cannot be written, and a program that cannot be started.
+pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
+    let folder = args.example_folder()?;
+    let data = Path::new(&folder).join("example");
+    write_example(&data, SEED)?;
+    write_rounds_example(&data, SEED)?;
+    let escaped = folder.replace('\\', "\\\\").replace('"', "\\\"");
+    let place = |text: &str| text.replace("FOLDER", &escaped);
+    let (first, second) = (data.join("supervised.toml"), data.join("grpo.toml"));
+    write(&first, &place(include_str!("example_supervised.toml")))?;
+    write(&second, &place(include_str!("example_grpo.toml")))?;
+    tell(args, "1 of 2: a small model learns to add from answers of which most lack the carries");
+    let trained = command(args, &first, &args.device_settings())?.status().map_err(|error| start_failure(&error))?;
+    if !trained.success() {
+        // The process has told its reason.
+        let ends = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
+        return Ok(ends.into_iter().find(|exit| trained.code() == Some(*exit as i32)).unwrap_or(Exit::Bug));
+    }
+    tell(args, "2 of 2: rewards of right answers teach it the carries");
+    Err(start_failure(&command(args, &second, &args.all_settings())?.exec()))
+}
+
+/// Returns the command that trains a run file with settings.
+fn command(args: &TrainArgs, run_file: &Path, settings: &[String]) -> Result<Command, Failure> {
+    let program = std::env::current_exe().map_err(|error| start_failure(&error))?;
+    let mut command = Command::new(program);
+    command.arg("train").arg(run_file).args(args.output_flags());
+    for setting in settings {
+        command.args(["--set", setting]);
+    }
+    Ok(command)
+}
+
+fn tell(args: &TrainArgs, text: &str) {
+    if args.progress().is_for_people() {
+        output::print(&format!("{text}\n"));
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Failure> {
+    fs::write(path, text).map_err(|error| {
+        Failure::input(format!("cannot write {}: {error}", path.display()))
+            .hint("name a folder that can be written: --set run.dir=…")
+    })
+}
+
+fn start_failure(error: &std::io::Error) -> Failure {
+    Failure::bug(format!("the program cannot be started again: {error}"))
+}
