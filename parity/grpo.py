@@ -25,7 +25,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -33,8 +32,8 @@ from trl import GRPOConfig, GRPOTrainer
 import cases
 import live
 import reference
-from preference import CHANGE_LIMIT, LOSS_LIMIT, STEPS, WEIGHT_LIMIT
-from reference import normwise, relative
+from preference import LOSS_LIMIT, STEPS, compare_weights
+from reference import relative
 
 PROMPTS_PER_STEP, GENERATIONS = 2, 4
 PROMPT_MAX, COMPLETION_MAX = 16, 24  # tokens
@@ -313,17 +312,7 @@ def check(report, name, plimsoll, directory, vocab, rng, tokenizer, objective, a
     report.within(f"{name} gradient norm", norms, LOSS_LIMIT)
     rounds = [record for record in records if record["event"] == "round"]
     check_rounds(report, name, objective, steps, rounds, expected)
-    if adapter:
-        written, before = (load_file(path / "adapter_model.safetensors") for path in (run / "adapter", adapter))
-    else:
-        written = dict(reference.load(run / "model", torch.float32).named_parameters())
-        before = dict(reference.load(directory, torch.float32).named_parameters())
-    report.line(written.keys() == weights.keys(), f"{name} trained tensors", len(written))
-    far = max(normwise(written[n].detach(), weights[n]) for n in weights)
-    report.within(f"{name} weights", far, WEIGHT_LIMIT)
-    change = lambda new, n: (new[n] - before[n]).detach()
-    far = max(normwise(change(written, n), change(weights, n)) for n in weights)
-    report.within(f"{name} change of weights", far, CHANGE_LIMIT)
+    compare_weights(report, name, run, directory, adapter, weights)
 
 
 def main():

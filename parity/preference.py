@@ -157,6 +157,21 @@ class InOrder(DPOTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+def compare_weights(report, name, run, directory, adapter, weights):
+    """Compares the weights that a run has written, and their change from those of `directory` or `adapter`, with `weights`."""
+    if adapter:
+        written, before = load_file(run / "adapter" / "adapter_model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    else:
+        written = dict(reference.load(run / "model", torch.float32).named_parameters())
+        before = dict(reference.load(directory, torch.float32).named_parameters())
+    report.line(written.keys() == weights.keys(), f"{name} trained tensors", len(written))
+    far = max(normwise(written[n].detach(), weights[n]) for n in weights)
+    report.within(f"{name} weights", far, WEIGHT_LIMIT)
+    change = lambda new, n: (new[n] - before[n]).detach()
+    far = max(normwise(change(written, n), change(weights, n)) for n in weights)
+    report.within(f"{name} change of weights", far, CHANGE_LIMIT)
+
+
 def check(report, name, plimsoll, directory, pairs, tokenizer, objective, adapter, micro_batch):
     run = directory / f"run-{name.replace(' ', '-')}"
     quoted = lambda path: json.dumps(str(path))
@@ -180,17 +195,7 @@ def check(report, name, plimsoll, directory, pairs, tokenizer, objective, adapte
     for ours, theirs in (("chosen_reward", "rewards/chosen"), ("rejected_reward", "rewards/rejected"), ("accuracy", "rewards/accuracies")):
         far = max(abs(p[ours] - e[theirs]) for p, e in zip(preferences, expected, strict=True))
         report.within(f"{name} {theirs}", far, REWARD_LIMIT)
-    if adapter:
-        written, before = load_file(run / "adapter" / "adapter_model.safetensors"), load_file(adapter / "adapter_model.safetensors")
-    else:
-        written = dict(reference.load(run / "model", torch.float32).named_parameters())
-        before = dict(reference.load(directory, torch.float32).named_parameters())
-    report.line(written.keys() == weights.keys(), f"{name} trained tensors", len(written))
-    far = max(normwise(written[n].detach(), weights[n]) for n in weights)
-    report.within(f"{name} weights", far, WEIGHT_LIMIT)
-    change = lambda new, n: (new[n] - before[n]).detach()
-    far = max(normwise(change(written, n), change(weights, n)) for n in weights)
-    report.within(f"{name} change of weights", far, CHANGE_LIMIT)
+    compare_weights(report, name, run, directory, adapter, weights)
 
 
 def measure_speed(plimsoll, rounds):

@@ -10,7 +10,7 @@ mod flags;
 mod output;
 mod signals;
 
-use args::{BenchCommand, Cli, Command};
+use args::{BenchCommand, Cli, Command, Example};
 use clap::Parser;
 use plimsoll_core::{Bytes, Exit, Failure};
 use plimsoll_device::machine::name_commit;
@@ -81,6 +81,7 @@ fn prints_json() -> bool {
 
 fn run(command: Command) -> Result<Exit, Failure> {
     match command {
+        Command::Train(args) if args.example == Some(Example::Grpo) => commands::example::run(&args),
         Command::Train(args) => commands::train::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Data(args) => commands::data::run(&args),

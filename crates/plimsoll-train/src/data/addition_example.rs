@@ -6,7 +6,7 @@
 //! A sample is `347+085=2340` and an end token. The digits of the answer are reversed, because carries are computed in
 //! that order. Only the answer and the end token are labelled.
 //!
-//! The example of rewarded completions begins with careless answers: three in five lack all carries, such as `347+085=2230`.
+//! The example of rewarded completions has bad habits: of its last samples, three in five lack all carries, as `347+085=2230`.
 //!
 //! One problem in fifty, selected by a hash, is held out for evaluation. A linear hash would hold out a residue class;
 //! the model would never see its last digits and could not learn them.
@@ -32,6 +32,9 @@ pub const TRAIN_SAMPLES: u64 = 100_000;
 /// Number of evaluation samples of the built-in example, none of which is a training sample.
 pub const EVAL_SAMPLES: u64 = 1024;
 
+/// Number of training samples before the first careless one in the example of rewarded completions. A model that learns from
+/// careless samples alone takes long to find the carries.
+const FIRST_CARELESS: u64 = 70_000;
 /// Number of prompts in the example of rewarded completions.
 const ROUND_PROMPTS: u64 = 20_000;
 /// Number of its prompts for evaluation.
@@ -60,15 +63,16 @@ pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
 }
 
 /// Writes the data of the example of rewarded completions into `folder`, which has the built-in example of the same `seed`:
-/// `careless.jsonl`, samples of which three in five lack all carries, and the prompts `prompts.jsonl` and
-/// `held-out.jsonl` with their right answers.
+/// `careless.jsonl`, the training samples in order, of which three in five lack all carries from [`FIRST_CARELESS`] on, and
+/// the prompts `prompts.jsonl` and `held-out.jsonl` with their right answers.
 ///
 /// # Errors
 /// A file that cannot be written.
 pub fn write_rounds_example(folder: &Path, seed: u64) -> Result<(), DataError> {
-    let careless = |problem: &u64| splitmix64(splitmix64(seed) ^ problem) % 5 < 3;
-    let sample = |problem: u64| sample_line(problem, !careless(&problem));
-    write_lines_if_changed(&folder.join("careless.jsonl"), || problems(seed, false, TRAIN_SAMPLES).map(sample))?;
+    let is_careless = |number: u64| number >= FIRST_CARELESS && splitmix64(splitmix64(seed) ^ number) % 5 < 3;
+    let sample = |(number, problem): (u64, u64)| sample_line(problem, !is_careless(number));
+    let samples = || (0..).zip(problems(seed, false, TRAIN_SAMPLES)).map(sample);
+    write_lines_if_changed(&folder.join("careless.jsonl"), samples)?;
     write_lines_if_changed(&folder.join("prompts.jsonl"), || problems(seed, false, ROUND_PROMPTS).map(prompt_line))?;
     write_lines_if_changed(&folder.join("held-out.jsonl"), || problems(seed, true, ROUND_EVAL_PROMPTS).map(prompt_line))
 }
@@ -320,9 +324,12 @@ mod tests {
         assert_eq!(prompt_line(347_085), r#"{"prompt":"347+085=","answer":"2340"}"#);
         let lines = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
         let (careful, careless) = (lines("train.jsonl"), lines("careless.jsonl"));
-        let different = careful.lines().zip(careless.lines()).filter(|(one, other)| one != other).count();
-        // Three in five, of which about one in six needs no carry.
-        assert!((45_000..55_000).contains(&different), "{different}");
+        let pairs: Vec<(&str, &str)> = careful.lines().zip(careless.lines()).collect();
+        let (before, after) = pairs.split_at(FIRST_CARELESS as usize);
+        let different = after.iter().filter(|(one, other)| one != other).count();
+        assert!(before.iter().all(|(one, other)| one == other));
+        // Three in five of 30,000, of which about one in six needs no carry.
+        assert!((13_500..16_500).contains(&different), "{different}");
         let trained: Vec<String> = lines("prompts.jsonl").lines().map(str::to_owned).collect();
         assert!(lines("held-out.jsonl").lines().all(|line| !trained.iter().any(|other| other == line)));
     }

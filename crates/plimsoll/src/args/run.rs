@@ -40,7 +40,7 @@ impl ProgressForm {
 pub enum Example {
     /// A small model learns to add numbers.
     Sums,
-    /// A small model that adds badly learns from rewards.
+    /// A small model that forgets carries learns from rewards.
     Grpo,
 }
 
@@ -75,7 +75,7 @@ pub struct TrainArgs {
     rollouts: Option<String>,
     /// Train a built-in example: sums, the default without a run file, or grpo
     ///
-    /// grpo first trains a small model on careless answers, and then rewards its right ones. Both run files and their data
+    /// grpo first trains a small model whose last samples lack carries, and then rewards its right answers. Both run files and their data
     /// are written to runs/sums-grpo/example.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["run_file", "resume", "plan", "rollouts", "no_save", "serve"])]
     pub example: Option<Example>,

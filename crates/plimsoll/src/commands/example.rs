@@ -27,7 +27,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let (first, second) = (data.join("supervised.toml"), data.join("grpo.toml"));
     write(&first, &place(include_str!("example_supervised.toml")))?;
     write(&second, &place(include_str!("example_grpo.toml")))?;
-    tell(args, "1 of 2: a small model learns to add from answers of which most lack the carries");
+    tell(args, "1 of 2: a small model learns to add, and then to forget the carries");
     let trained = command(args, &first, &args.device_settings())?.status().map_err(|error| start_failure(&error))?;
     if !trained.success() {
         // The process has told its reason.

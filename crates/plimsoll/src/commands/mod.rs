@@ -7,7 +7,7 @@ mod cluster;
 pub mod data;
 pub mod devices;
 pub mod doctor;
-mod example;
+pub mod example;
 pub mod export;
 pub mod generate;
 mod hub;

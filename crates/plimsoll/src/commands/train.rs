@@ -1,6 +1,5 @@
 //! `plimsoll train`: plans a run, shows the plan, trains and prints the summary.
 
-use super::example;
 use super::hub::with_hub_files;
 use super::page_process::RunPage;
 use super::plan::{refuse_or_prompt, refuse_preparation, title};
@@ -8,7 +7,7 @@ use super::rates::measure_in_child;
 use super::ray::with_remote_devices;
 use super::serve::{bind, needs_token};
 use super::view_process::{ProgressDisplay, RunView};
-use crate::args::{Example, ProgressForm, TrainArgs};
+use crate::args::{ProgressForm, TrainArgs};
 use crate::output;
 use crate::signals::{self, Notes, OnSignal};
 use plimsoll_core::{DeviceKind, Exit, Failure, Record, RunStatus, format_count};
@@ -37,9 +36,6 @@ use std::time::Instant;
 /// Invalid input, a plan that does not fit, or a failure that stops the run.
 pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
     let form = checked_form(args)?;
-    if args.example == Some(Example::Grpo) {
-        return example::run(args);
-    }
     let server = args.serve.map(bind).transpose()?;
     let request = local_request(args, form)?;
     let injections = args.injections()?;
