@@ -63,7 +63,7 @@ pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
 }
 
 /// Writes the data of the example of rewarded completions into `folder`, which has the built-in example of the same `seed`:
-/// `careless.jsonl`, the training samples in order, of which three in five lack all carries from [`FIRST_CARELESS`] on, and
+/// `careless.jsonl`, the training samples in order, of which three in five lack all carries from `FIRST_CARELESS` on, and
 /// the prompts `prompts.jsonl` and `held-out.jsonl` with their right answers.
 ///
 /// # Errors
