@@ -9,13 +9,13 @@
 //! reads the file. The random draws of a completion depend on the seed of the run, on the round, and on its place in the
 //! round only, so a round that is sampled again is the same.
 
-use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, splitmix64};
+use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, Tokenizer, splitmix64};
 use crate::events::EventLog;
 use crate::inference::completions::{CompletionRequest, SampledCompletion};
 use crate::inference::sampling::Sampling;
 use crate::objective::{RoundLoss, RoundScores, Rounds, Sample, WeightedLoss};
-use crate::planning::completions::{CompletionSource, PromptSource};
-use crate::rewards::{Completion, weighted_sum};
+use crate::planning::completions::CompletionSource;
+use crate::rewards::{Completion, Rewards, weighted_sum};
 use crate::session::interrupt::StepInterrupt;
 use crate::session::reference::read_reference;
 use crate::session::training::Session;
@@ -123,27 +123,17 @@ impl Session {
         let rounds = self.rounds.as_mut().expect("the objective has rounds");
         let CompletionSource::Prompts(source) = &mut rounds.source else { unreachable!("the model samples") };
         let begin = Instant::now();
-        let records: Vec<(usize, u64)> = batch
-            .sources
-            .iter()
-            .flat_map(|row| std::iter::repeat_n((row.source, row.row), generations as usize))
-            .collect();
-        let texts = decode_completions(source, &completions, &self.context.resolved.model.config.eos)?;
-        let of = |(source_of, row): (usize, u64)| &source.train[source_of][row as usize];
-        let found = completions.iter().zip(&texts).zip(&records).map(|((completion, text), &record)| {
-            let record = of(record);
-            Completion { prompt: prompt_value(record), text, tokens: &completion.tokens, columns: &record.keys }
-        });
-        let scored = source.rewards.score(&found.collect::<Vec<_>>(), stop);
-        for message in source.rewards.warnings() {
-            log.emit(Event::Warning { message })?;
-        }
-        let rewards = scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })?;
+        let of_row = |row: &SourceRow| &source.train[row.source][row.row as usize];
+        let repeated = batch.sources.iter().flat_map(|row| std::iter::repeat_n(of_row(row), generations as usize));
+        let records: Vec<&PromptRecord> = repeated.collect();
+        let end_tokens = &self.context.resolved.model.config.eos;
+        let texts = decode_completions(&source.tokenizer, &completions, end_tokens)?;
+        let rewards = reward_completions(&mut source.rewards, &records, &completions, &texts, log, stop)?;
         seconds.reward = begin.elapsed().as_secs_f64();
         let all = completions.into_iter().zip(texts).zip(rewards).zip(records).enumerate();
         let samples: Vec<Sample> = all
             .map(|(index, (((completion, text), rewards), record))| Sample {
-                prompt: Some(prompt_value(&source.train[record.0][record.1 as usize]).clone()),
+                prompt: Some(prompt_value(record).clone()),
                 completion: Some(text),
                 prompt_ids: prompts[index / generations as usize].clone(),
                 completion_ids: completion.tokens,
@@ -201,18 +191,11 @@ impl Session {
         let completions = self.complete_prompts(self.completion_request(prompts, false), log)?;
         let rounds = self.rounds.as_mut().expect("the objective has rounds");
         let CompletionSource::Prompts(source) = &mut rounds.source else { return Ok(()) };
-        let texts = decode_completions(source, &completions, &self.context.resolved.model.config.eos)?;
-        let found = completions.iter().zip(&texts).zip(&source.eval).map(|((completion, text), record)| Completion {
-            prompt: prompt_value(record),
-            text,
-            tokens: &completion.tokens,
-            columns: &record.keys,
-        });
-        let scored = source.rewards.score(&found.collect::<Vec<_>>(), &AtomicBool::new(false));
-        for message in source.rewards.warnings() {
-            log.emit(Event::Warning { message })?;
-        }
-        let rewards = scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })?;
+        let records: Vec<&PromptRecord> = source.eval.iter().collect();
+        let end_tokens = &self.context.resolved.model.config.eos;
+        let texts = decode_completions(&source.tokenizer, &completions, end_tokens)?;
+        let never = AtomicBool::new(false);
+        let rewards = reward_completions(&mut source.rewards, &records, &completions, &texts, log, &never)?;
         let sums: Vec<f64> =
             rewards.iter().filter_map(|rewards| weighted_sum(rewards, &rounds.settings.reward_weights)).collect();
         let reward = (!sums.is_empty()).then(|| sums.iter().sum::<f64>() / sums.len() as f64);
@@ -240,16 +223,39 @@ fn prompt_value(record: &PromptRecord) -> &Value {
     keys.iter().find_map(|key| record.keys.get(*key)).unwrap_or(&Value::Null)
 }
 
+/// Returns the rewards of completions, which have the texts `texts`. `records` has the prompt of each. If `stop` becomes true
+/// meanwhile, the run stops.
+fn reward_completions(
+    rewards: &mut Rewards,
+    records: &[&PromptRecord],
+    completions: &[SampledCompletion],
+    texts: &[String],
+    log: &mut EventLog,
+    stop: &AtomicBool,
+) -> Result<Vec<Vec<Option<f64>>>, StepInterrupt> {
+    let found = completions.iter().zip(texts).zip(records).map(|((completion, text), record)| Completion {
+        prompt: prompt_value(record),
+        text,
+        tokens: &completion.tokens,
+        columns: &record.keys,
+    });
+    let scored = rewards.score(&found.collect::<Vec<_>>(), stop);
+    for message in rewards.warnings() {
+        log.emit(Event::Warning { message })?;
+    }
+    scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })
+}
+
 /// Decodes completions to text, without end tokens.
 fn decode_completions(
-    source: &PromptSource,
+    tokenizer: &Tokenizer,
     completions: &[SampledCompletion],
     end_tokens: &[i64],
 ) -> Result<Vec<String>, Failure> {
     let decode = |completion: &SampledCompletion| {
         let is_end = |token: &i32| end_tokens.contains(&i64::from(*token));
         let ids: Vec<u32> = completion.tokens.iter().take_while(|token| !is_end(token)).map(|&id| id as u32).collect();
-        Ok(source.tokenizer.decode(&ids)?)
+        Ok(tokenizer.decode(&ids)?)
     };
     completions.iter().map(decode).collect()
 }
