@@ -384,15 +384,16 @@ def test_worker_recovers_under_its_limit_without_affecting_neighbour(
     other = RunningRun(alpha, tmp_path / "other", share, steps, *more)
     other.wait_for_step(1)
     # A lower limit on the process makes the run recover with less memory at once, and it cannot grow again.
-    lowest = data_bytes(pid) - 32 * MIB
+    arena = largest_mapping_bytes(pid)
     limit = data_bytes(pid) + 4 * MIB
     resource.prlimit(pid, resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     one.process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + RUN_TIMEOUT_SECONDS
     while not [event for event in events(one.folder) if event["event"] == "recovery"]:
         one.check_running(deadline)
-        # Threads of Ray that have ended meanwhile leave memory free. The limit follows, but not the arena of the run.
-        if lowest <= (lower := data_bytes(pid) + 4 * MIB) < limit:
+        # Threads of Ray that have ended meanwhile leave memory free, any amount of it. The limit follows until the run
+        # has replaced its arena with a smaller one, about half as large.
+        if (lower := data_bytes(pid) + 4 * MIB) < limit and largest_mapping_bytes(pid) > arena * 3 // 4:
             limit = lower
             resource.prlimit(pid, resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         time.sleep(0.2)
@@ -414,6 +415,13 @@ def data_bytes(pid: int) -> int:
     """Returns the size of a process's private writable memory."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmData:")]
     return int(line.split()[1]) * 1024
+
+
+def largest_mapping_bytes(pid: int) -> int:
+    """Returns the size of the largest writable mapping of a process without a file: that of its arena, if it has one."""
+    mappings = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    ranges = [words[0].split("-") for words in mappings if len(words) == 5 and "w" in words[1]]
+    return max(int(end, 16) - int(start, 16) for start, end in ranges)
 
 
 def only_worker(host: Host) -> int:

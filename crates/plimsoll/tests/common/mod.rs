@@ -17,8 +17,8 @@ use tempfile::TempDir;
 pub use terminal::{ShellOnTerminal, converse, run_on_terminal};
 pub use turn::Turn;
 
-/// Time after which a command counts as hanging. Each takes less than a tenth of this.
-const WATCHDOG: Duration = Duration::from_secs(120);
+/// Time after which a command counts as hanging. On an idle machine, the longest takes a sixth of this.
+const WATCHDOG: Duration = Duration::from_secs(300);
 
 /// Size of the model of a workspace, and length of its run.
 pub struct Shape {
