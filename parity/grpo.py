@@ -2,9 +2,12 @@
 """Compares group relative policy optimization in the `plimsoll` binary with TRL's GRPOTrainer, on random models.
 
     parity/run grpo [--seed N]
+    parity/run grpo --speed ROUNDS [--shape smollm2-135m]
 
 Both train on the same completions with the same rewards, in f32, with the same optimizer. Prints one line per check: ok or FAIL,
-its name, the distance found and its limit. Exit code 1 if any failed.
+its name, the distance found and its limit. Exit code 1 if any failed. With --speed, both sample completions of the same prompts, in
+turn, on two threads. It prints the tokens per second of sampling, the seconds of the whole step, and those of the step without
+sampling.
 """
 
 import argparse
@@ -14,8 +17,11 @@ import logging
 import operator
 import os
 import random
+import re
+import statistics
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,14 +31,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import cases
 import live
 import reference
-from preference import LOSS_LIMIT, STEPS, compare_weights
+from preference import LOSS_LIMIT, STEPS, StepTimer, compare_weights
 from reference import relative
 
 PROMPTS_PER_STEP, GENERATIONS = 2, 4
@@ -106,7 +114,7 @@ init = "pretrained"
 {adapter}
 [data]
 train = {data}
-format = "rollouts"
+format = "{format}"
 
 [train]
 objective = "grpo"
@@ -229,6 +237,20 @@ def reward_functions(objective):
     return [column(index) for index in range(len(objective.reward_weights))]
 
 
+def trl_settings(objective, folder, **sizes):
+    """Returns the settings of a GRPOTrainer that writes to `folder`. `sizes` are those of steps and completions."""
+    return GRPOConfig(
+        output_dir=folder, shuffle_dataset=False, loss_type=objective.loss_type, scale_rewards=objective.scale_rewards,
+        importance_sampling_level=objective.importance_sampling_level, temperature=objective.temperature, beta=objective.beta,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, num_iterations=objective.num_iterations,
+        mask_truncated_completions=objective.mask_truncated_completions,
+        use_bias_correction_kl=objective.use_bias_correction_kl, reward_weights=list(objective.reward_weights) or None,
+        learning_rate=objective.learning_rate, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_beta1=0.9,
+        adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none",
+        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, **sizes,
+    )
+
+
 def train_with_trl(model, rollouts, tokenizer, objective):
     """Trains with GRPOTrainer. Returns the log of each step, and the trained weights by name."""
 
@@ -240,16 +262,9 @@ def train_with_trl(model, rollouts, tokenizer, objective):
         return {key: [line[key] for line in lines] for key in lines[0]} | {"logprobs": None}
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            output_dir=folder, num_generations=GENERATIONS, per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
-            max_completion_length=COMPLETION_MAX, shuffle_dataset=False, loss_type=objective.loss_type,
-            scale_rewards=objective.scale_rewards, importance_sampling_level=objective.importance_sampling_level,
-            temperature=objective.temperature, beta=objective.beta, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
-            num_iterations=objective.num_iterations, mask_truncated_completions=objective.mask_truncated_completions,
-            use_bias_correction_kl=objective.use_bias_correction_kl, reward_weights=list(objective.reward_weights) or None,
-            max_steps=STEPS, learning_rate=objective.learning_rate, lr_scheduler_type="constant", warmup_steps=0,
-            weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-6, max_grad_norm=1.0, logging_steps=1,
-            save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+        settings = trl_settings(
+            objective, folder, max_steps=STEPS, num_generations=GENERATIONS, max_completion_length=COMPLETION_MAX,
+            per_device_train_batch_size=PROMPTS_PER_STEP * GENERATIONS,
         )
         trainer = FromRollouts(
             model=model, args=settings, reward_funcs=reward_functions(objective), processing_class=tokenizer,
@@ -294,9 +309,9 @@ def check(report, name, plimsoll, directory, vocab, rng, tokenizer, objective, a
     quoted = lambda path: json.dumps(str(path))
     text = RUN_FILE.format(
         model=quoted(directory), adapter=f"adapter = {quoted(adapter)}\n" if adapter else "", data=quoted(data), dir=quoted(run),
-        steps=STEPS, learning_rate=objective.learning_rate, method="lora" if adapter else "full", generations=GENERATIONS,
-        prompts_per_step=PROMPTS_PER_STEP, prompt_max=PROMPT_MAX, completion_max=COMPLETION_MAX, epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH, settings=settings_of(objective), micro_batch=micro_batch,
+        format="rollouts", steps=STEPS, learning_rate=objective.learning_rate, method="lora" if adapter else "full",
+        generations=GENERATIONS, prompts_per_step=PROMPTS_PER_STEP, prompt_max=PROMPT_MAX, completion_max=COMPLETION_MAX,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, settings=settings_of(objective), micro_batch=micro_batch,
     )
     (directory / "run.toml").write_text(text)
     plimsoll.train(directory / "run.toml")
@@ -315,14 +330,192 @@ def check(report, name, plimsoll, directory, vocab, rng, tokenizer, objective, a
     compare_weights(report, name, run, directory, adapter, weights)
 
 
+# ---------------------------------------------------------------------------------------------------
+# Speed
+# ---------------------------------------------------------------------------------------------------
+
+SPEED_STEPS = 4  # of one run; the first one does not count
+SPEED_PROMPT = 32  # tokens of each prompt
+SPEED_THREADS = 2
+SPEED_SECONDS_MAX = 1800  # time limit of one run
+ODD = "[13579]$"  # the reward of a completion is 1 if its last word is an odd number; in a group, about half of them
+
+
+@dataclass(frozen=True)
+class Load:
+    """The completions of a step whose speed is measured. All of them have the same length."""
+
+    prompts: int
+    completion: int  # tokens
+    generations: int = 8
+
+    @property
+    def completions(self):
+        return self.prompts * self.generations
+
+
+# Models with the loads that they are measured with.
+SPEED_SHAPES = {
+    "small": (cases.Case("small", "", "llama", 0, hidden=384, layers=6, heads=6, kv_heads=6, ffn=1024, vocab=8192),
+              [Load(2, 128), Load(1, 128)]),
+    "smollm2-135m": (cases.Case("smollm2-135m", "", "llama", 0, hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152,
+                                tied=True, theta=1e5, max_positions=8192), [Load(1, 64)]),
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median speed of a step, or its ratios to that of a peer. A ratio above 1 is faster than the peer."""
+
+    sampling: float  # tokens per second
+    step: float  # seconds of the whole step
+    rest: float  # seconds of the step without sampling
+
+    def over(self, peer):
+        """Returns the ratios to the speed of `peer`."""
+        return Speed(self.sampling / peer.sampling, peer.step / self.step, peer.rest / self.rest)
+
+
+def median_speed(load, sampling, steps):
+    """Returns the medians over steps, from the seconds of sampling and of the whole step. The first step does not count."""
+    rests = [step - part for step, part in zip(steps, sampling, strict=True)]
+    median = lambda seconds: statistics.median(seconds[1:])
+    return Speed(load.completions * load.completion / median(sampling), median(steps), median(rests))
+
+
+def check_lengths(program, expected, lengths):
+    """Refuses completions of another length, which would be another amount of work."""
+    if set(lengths) != {expected}:
+        raise ValueError(f"{program}: completions of {sorted(set(lengths))} tokens instead of {expected}")
+
+
+def measure_plimsoll(plimsoll, directory, prompts, objective, load):
+    """Returns the speed of a run of `plimsoll train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, quoted = Path(folder) / "run", lambda path: json.dumps(str(path))
+        text = RUN_FILE.format(
+            model=quoted(directory), adapter="", data=quoted(prompts), dir=quoted(run), format="prompt", steps=SPEED_STEPS,
+            learning_rate=objective.learning_rate, method="full", generations=load.generations, prompts_per_step=load.prompts,
+            prompt_max=SPEED_PROMPT, completion_max=load.completion, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
+            settings=settings_of(objective) + f"rewards = {json.dumps([f'regex:{ODD}'])}\n", micro_batch='"auto"',
+        )
+        (Path(folder) / "run.toml").write_text(text + f"threads = {SPEED_THREADS}\n")
+        plimsoll.train(Path(folder) / "run.toml")
+        records = list(map(json.loads, (run / "events.jsonl").read_text().splitlines()))
+    rounds = [record for record in records if record["event"] == "round"]
+    check_lengths("plimsoll", load.completion, [record["completions"]["mean_length"] for record in rounds])
+    sampling = [record["seconds"]["generate"] for record in rounds]
+    return median_speed(load, sampling, [record["seconds"] for record in records if record["event"] == "step"])
+
+
+def timed(function, seconds):
+    """Returns a function that calls `function` and appends the seconds of each call to `seconds`."""
+
+    def call(*arguments, **settings):
+        begin = time.monotonic()
+        result = function(*arguments, **settings)
+        seconds.append(time.monotonic() - begin)
+        return result
+
+    return call
+
+
+def reward_odd(completions, **_):
+    """Returns the same rewards as `regex` in plimsoll."""
+    return [float(re.search(ODD, completion) is not None) for completion in completions]
+
+
+def measure_trl(directory, prompts, tokenizer, objective, load):
+    """Returns the speed of GRPOTrainer. The model has the attention that transformers chooses."""
+    model, sampling, timer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), [], StepTimer()
+    model.generate = timed(model.generate, sampling)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = trl_settings(
+            objective, folder, max_steps=SPEED_STEPS, num_generations=load.generations, max_completion_length=load.completion,
+            per_device_train_batch_size=load.completions,
+        )
+        trainer = GRPOTrainer(
+            model=model, args=settings, reward_funcs=reward_odd, processing_class=tokenizer,
+            train_dataset=Dataset.from_list(list(map(json.loads, prompts.read_text().splitlines()))), callbacks=[timer],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    lengths = [entry[f"completions/{kind}_length"] for entry in logs for kind in ("min", "max")]
+    check_lengths("TRL", load.completion, lengths)
+    return median_speed(load, sampling, timer.seconds)
+
+
+def adapt_weights(directory):
+    """Changes the weights of a Llama so that no completion ends early, and completions of a prompt differ.
+
+    No layer changes dimension 0 of the hidden states. It is positive everywhere, and the end token has a large negative weight for
+    it in the head. A tied head becomes smaller, because it would repeat a few tokens, and all rewards of a group would be equal.
+    """
+    file = directory / "model.safetensors"
+    weights = load_tensors(file.read_bytes())  # in memory, because the file is overwritten
+    embedding = weights["model.embed_tokens.weight"]
+    embedding *= 1.0 if "lm_head.weight" in weights else 0.2
+    embedding[:, 0] = 4.0
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0.0
+    weights["model.norm.weight"][0] = 1.0
+    weights.get("lm_head.weight", embedding)[cases.END, 0] = -100.0
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def write_prompts(path, vocab, rng, load):
+    """Writes the prompts of all steps, as long as SPEED_PROMPT says."""
+    words = lambda: live.words_of(rng.randrange(3, vocab) for _ in range(SPEED_PROMPT))
+    path.write_text("".join(json.dumps({"prompt": words()}) + "\n" for _ in range(SPEED_STEPS * load.prompts)))
+
+
+def measure_speed(binary, shape, rounds):
+    """Prints the speed of sampling and of a step of both programs, in turn, and the medians of the ratios."""
+    torch.set_num_threads(SPEED_THREADS)
+    plimsoll, objective = live.Plimsoll(binary, SPEED_SECONDS_MAX), Objective("speed", "dapo")
+    case, loads = SPEED_SHAPES[shape]
+    with tempfile.TemporaryDirectory() as folder:
+        directory, rng = Path(folder), random.Random(1)
+        prompts = directory / "prompts.jsonl"
+        cases.write_model(directory, case)
+        adapt_weights(directory)
+        tokenizer = write_tokenizer(directory, case.vocab)
+        for load in loads:
+            print(f"{case.name}, {load.prompts} × {load.generations} completions of {load.completion} tokens:", flush=True)
+            write_prompts(prompts, case.vocab, rng, load)
+            ratios = []
+            for _ in range(rounds):
+                ours = measure_plimsoll(plimsoll, directory, prompts, objective, load)
+                theirs = measure_trl(directory, prompts, tokenizer, objective, load)
+                ratios.append(ours.over(theirs))
+                print_speeds(ours, theirs, ratios[-1])
+            medians = {key: statistics.median(getattr(ratio, key) for ratio in ratios) for key in ("sampling", "step", "rest")}
+            print("  median ratio " + ", ".join(f"{key} {median:.2f}" for key, median in medians.items()), flush=True)
+
+
+def print_speeds(ours, theirs, ratio):
+    """Prints the speeds of both programs in a round, and their ratios."""
+    print(
+        f"  sampling: plimsoll {ours.sampling:.0f} tokens/s, TRL {theirs.sampling:.0f} tokens/s, ratio {ratio.sampling:.2f};"
+        f" step: plimsoll {ours.step:.3f} s, TRL {theirs.step:.3f} s, ratio {ratio.step:.2f};"
+        f" rest: plimsoll {ours.rest:.3f} s, TRL {theirs.rest:.3f} s, ratio {ratio.rest:.2f}", flush=True,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--speed", type=int, metavar="ROUNDS")
+    parser.add_argument("--shape", choices=SPEED_SHAPES, default="small", help="of the model for --speed")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     disable_progress_bars()
     logging.disable(logging.WARNING)
     binary = Path(os.environ.get("PLIMSOLL", live.ROOT / "target/release/plimsoll"))
+    if options.speed:
+        return measure_speed(binary, options.shape, options.speed)
     report, plimsoll = live.Report(), live.Plimsoll(binary)
     by_name = {case.name: case for case in live.MODELS}
     with tempfile.TemporaryDirectory() as folder:

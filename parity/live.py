@@ -144,18 +144,18 @@ class PlimsollFailed(Exception):
 
 
 class Plimsoll:
-    """The binary with its commands."""
+    """The binary with its commands. A command ends within `seconds_max`."""
 
-    def __init__(self, binary):
-        self.binary = binary
+    def __init__(self, binary, seconds_max=None):
+        self.binary, self.seconds_max = binary, seconds_max or SECONDS_MAX
 
     def run(self, *arguments):
         """Runs a command and returns its standard output."""
         command = [str(self.binary), *map(str, arguments)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_MAX, stdin=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self.seconds_max, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
-            raise PlimsollFailed(f"{arguments[0]}: no end after {SECONDS_MAX} s") from None
+            raise PlimsollFailed(f"{arguments[0]}: no end after {self.seconds_max} s") from None
         if done.returncode != 0:
             output = (done.stderr.strip() or done.stdout.strip()).splitlines()
             raise PlimsollFailed(f"{arguments[0]}: exit {done.returncode}: {' / '.join(output[-3:])}")

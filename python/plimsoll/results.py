@@ -22,7 +22,7 @@ Rung = Literal["bf16", "adam8bit", "lora", "int8", "nf4"]
 #: The effect of a rung, or of a change of recipe, on the numbers of a run: its losses and weights.
 Class = Literal["identical", "reordered", "lossy"]
 #: The kind of work that a Program does.
-WorkKind = Literal["load", "forward", "backward", "update", "evaluate", "score", "save", "generate", "re-plan"]
+WorkKind = Literal["load", "forward", "backward", "update", "evaluate", "score", "reference", "save", "generate", "re-plan"]
 #: The parallelism of a team: how its devices divide the work of a step.
 Parallelism = Literal["data", "sharded", "pipeline"]
 #: The way in which a run ended.
@@ -325,6 +325,15 @@ class MachineHost(TypedDict):
     arena_bytes: int
 
 
+class PredictedGeneration(TypedDict):
+    """The predicted speed at which several sequences are generated at once, as in a run that samples completions."""
+
+    #: Sequences that are generated at once, on all devices together.
+    sequences: int
+    #: Seconds for one more token of each of them. The choice of the tokens, on the host, comes on top.
+    token_seconds: float
+
+
 class Remedy(TypedDict):
     """A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed."""
 
@@ -423,6 +432,8 @@ Plan = TypedDict(
         "file": "NotRequired[DevicePlan]",
         #: Predicted speed.
         "predicted": Predicted,
+        #: Predicted speed of generation; absent unless several sequences are generated at once.
+        "generation": "NotRequired[PredictedGeneration]",
         #: Remedies if the run does not fit, least loss first; empty if it fits.
         "needs": list[Remedy],
         #: The workload that was planned; absent if only a part of a run was planned.
@@ -502,6 +513,8 @@ class RoundSeconds(TypedDict):
     reward: float
     #: Log-probabilities of their tokens.
     score: float
+    #: The same under the initial weights of the run.
+    reference: float
     #: Gradients and update.
     update: float
 

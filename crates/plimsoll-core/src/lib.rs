@@ -91,8 +91,8 @@ pub use failure::{Exit, Failure, is_disk_full};
 pub use log_request::LogRequest;
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
-    DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, Recommendation, Remedy,
-    RungEffect, RungPrice,
+    DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, PredictedGeneration,
+    Recommendation, Remedy, RungEffect, RungPrice,
 };
 pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{

@@ -51,6 +51,16 @@ pub struct Predicted {
     pub tokens_per_second: f64,
 }
 
+/// The predicted speed at which several sequences are generated at once, as in a run that samples completions.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct PredictedGeneration {
+    /// Sequences that are generated at once, on all devices together.
+    pub sequences: u64,
+    /// Seconds for one more token of each of them. The choice of the tokens, on the host, comes on top.
+    pub token_seconds: f64,
+}
+
 /// The cuBLASLt algorithm of each matrix product of a run on a GPU. The algorithm decides the last bits of a product,
 /// so it is chosen once and stored with plan and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -297,6 +307,9 @@ pub struct Plan {
     pub file: Option<DevicePlan>,
     /// Predicted speed.
     pub predicted: Predicted,
+    /// Predicted speed of generation; `None` unless several sequences are generated at once.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub generation: Option<PredictedGeneration>,
     /// Remedies if the run does not fit, least loss first; empty if it fits.
     pub needs: Vec<Remedy>,
     /// The workload that was planned; `None` if only a part of a run was planned.

@@ -153,6 +153,9 @@ pub enum WorkKind {
     /// Forward pass of training data that computes the log-probability of each label.
     #[serde(rename = "score")]
     Score,
+    /// The same under the initial weights of the run.
+    #[serde(rename = "reference")]
+    Reference,
     /// Writes weights and optimizer state to files.
     #[serde(rename = "save")]
     Save,
@@ -173,6 +176,7 @@ impl fmt::Display for WorkKind {
             WorkKind::Update => "update",
             WorkKind::Evaluate => "evaluate",
             WorkKind::Score => "score",
+            WorkKind::Reference => "reference",
             WorkKind::Save => "save",
             WorkKind::Generate => "generate",
             WorkKind::Replan => "re-plan",

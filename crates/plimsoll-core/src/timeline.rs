@@ -42,6 +42,7 @@ impl TimelinePoint {
             WorkKind::Update => "in the update",
             WorkKind::Evaluate => "in an evaluation",
             WorkKind::Score => "while scoring",
+            WorkKind::Reference => "while scoring under the initial weights",
             WorkKind::Save => "while saving",
             WorkKind::Generate => "while generating",
             WorkKind::Replan => "in a change of plan",

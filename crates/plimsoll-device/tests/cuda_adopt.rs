@@ -8,7 +8,7 @@ use plimsoll_device::cuda::executor::OpenedGpu;
 use plimsoll_device::device::{AvailableMemory, Device};
 use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::workspace::Kernels;
 use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, TensorId};
@@ -53,7 +53,7 @@ fn programs(micro_batch: u64) -> ProgramSet {
             recompute: vec![RecomputeLevel::Nothing; 2],
         }),
         evaluate: false,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         files: true,

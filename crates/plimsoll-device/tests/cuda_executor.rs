@@ -25,7 +25,7 @@ use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_program::models::Target;
 use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm, RopeScaling};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::op::{Collective, Exchange, ExchangeRange};
 use plimsoll_program::passes::host_staged_p2p::stage_sends_through_host;
@@ -148,7 +148,7 @@ fn stage_of(
             recompute,
         }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation,
         files: true,

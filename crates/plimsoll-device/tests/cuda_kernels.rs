@@ -223,6 +223,18 @@ fn attention_and_gradient_match_cpu() {
     });
 }
 
+/// Checks copies of the row `first` of caches to the two rows after it.
+fn check_copied_rows(gpu: &mut Gpu, real: Real, kind: Kind, first: i32, [keys, values]: [&[f64]; 2], shape: Heads) {
+    let (from, to) = ([first, first, 0], [first + 1, first + 2, -1]);
+    let (gfrom, gto) = (gpu.put_integers(&from), gpu.put_integers(&to));
+    let (gkeys, gvalues) = (gpu.put(kind, keys), gpu.put(kind, values));
+    gpu.run(&copy_cache(real, [gfrom, gto], gkeys, gvalues, 3, shape));
+    let (mut copied_keys, mut copied_values) = (keys.to_vec(), values.to_vec());
+    cpu::copy_cache(shape, &from, &to, &mut copied_keys, &mut copied_values);
+    assert!(copied_keys != keys && copied_values != values);
+    assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (copied_keys, copied_values));
+}
+
 #[test]
 #[ignore = "needs g++: cargo xtask cuda-check"]
 fn cached_attention_matches_cpu() {
@@ -260,6 +272,10 @@ fn cached_attention_matches_cpu() {
             gpu.run(&append_cache(real, gqkv, gplaces, gkeys, gvalues, places.len() as u64, shape));
             cpu::append_cache(shape, &qkv, &places, &mut keys, &mut values);
             assert_eq!((gpu.get(gkeys), gpu.get(gvalues)), (keys.clone(), values.clone()));
+
+            if capacity > 2 {
+                check_copied_rows(&mut gpu, real, kind, (slots[0] * capacity) as i32, [&keys, &values], shape);
+            }
 
             // Without a window, and with windows that hide some parts of the keys, or all but the newest.
             for window in [None, Some(40), Some(1)] {

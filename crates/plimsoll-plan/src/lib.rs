@@ -32,7 +32,7 @@
 //! use plimsoll_plan::paper::paper;
 //! use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, search};
 //! use plimsoll_program::Share;
-//! use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+//! use plimsoll_program::models::decoder::{AdamState, Optimizer, Scores, WeightSource};
 //! use plimsoll_program::models::preset;
 //!
 //! let config = preset("smollm2-135m").expect("a preset");
@@ -45,7 +45,7 @@
 //!     source: WeightSource::Random { seed: 1 },
 //!     optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
 //!     evaluate: false,
-//!     score: false,
+//!     scores: Scores::None,
 //!     temperature: 1.0,
 //!     generation: None,
 //!     device: &device,

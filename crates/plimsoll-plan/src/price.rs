@@ -23,9 +23,9 @@ use plimsoll_program::{Block, Mode, Op, OpKind, Program, ProgramKind, ProgramSet
 /// rate. Such arithmetic runs on vector units and reuses no registers.
 const OTHER_ARITHMETIC_RATE: f64 = 0.1;
 
-/// The Programs that run for each micro-batch of a step, in order. Only some runs have a score.
-pub(crate) const MICRO_BATCH_PROGRAMS: [ProgramKind; 3] =
-    [ProgramKind::Score, ProgramKind::Forward, ProgramKind::Backward];
+/// The Programs that run for each micro-batch of a step, in order. Only some runs have scores.
+pub(crate) const MICRO_BATCH_PROGRAMS: [ProgramKind; 4] =
+    [ProgramKind::Score, ProgramKind::Reference, ProgramKind::Forward, ProgramKind::Backward];
 
 /// Predicts the seconds of one op on the device.
 fn op_seconds(set: &ProgramSet, op: &Op, rates: &Rates, precision: DType) -> f64 {
@@ -365,7 +365,8 @@ impl Rank<'_> {
     /// Predicts the seconds from the begin of a step to the last backward pass.
     fn before_last_backward(&self) -> f64 {
         let earlier = f64::from(self.micro_batches - 1);
-        self.seconds(&[ProgramKind::Score, ProgramKind::BeginStep, ProgramKind::Forward], true)
+        let first = [ProgramKind::Score, ProgramKind::Reference, ProgramKind::BeginStep, ProgramKind::Forward];
+        self.seconds(&first, true)
             + if earlier > 0.0 { earlier * self.seconds(&MICRO_BATCH_PROGRAMS, false) } else { 0.0 }
     }
 }

@@ -4,7 +4,7 @@ use crate::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRates, Rates};
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, Scores, WeightSource};
 
 /// Returns a simulated device with a fraction `pace` of the speed of a CPU core, and a link to the others.
 pub(crate) fn device(pace: f64, budget: Bytes, team_link: Link) -> DeviceSpec {
@@ -47,7 +47,7 @@ pub(crate) fn request<'a>(
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: false,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         device,

@@ -41,14 +41,14 @@ impl Place {
             | ProgramKind::Restore
             | ProgramKind::ReloadWeights
             | ProgramKind::Merge => Place::BeforeStep,
-            ProgramKind::Score => Place::Score,
+            ProgramKind::Score | ProgramKind::Reference => Place::Score,
             ProgramKind::BeginStep => Place::Begin,
             ProgramKind::Forward => Place::Forward,
             ProgramKind::Backward => Place::Backward,
             ProgramKind::GradientNorm => Place::Norm,
             ProgramKind::Update => Place::Update,
             ProgramKind::Evaluate | ProgramKind::Probe(_) => Place::AfterStep,
-            ProgramKind::Prefill | ProgramKind::Decode => Place::Generation,
+            ProgramKind::Prefill | ProgramKind::CopyPrefix | ProgramKind::Decode => Place::Generation,
             ProgramKind::Save | ProgramKind::Checkpoint => Place::Files,
         }
     }

@@ -6,7 +6,7 @@ use plimsoll_plan::layout::ALIGNMENT;
 use plimsoll_plan::lifetimes::lifetimes;
 use plimsoll_plan::packing::{Buffer, Packing, lower_bound, pack, pack_with_effort};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, preset, preset_names};
 use plimsoll_program::workspace::Kernels;
@@ -48,7 +48,7 @@ fn phases(
         streamed_head: false,
         training: Some(Training { optimizer, recompute }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: tokens, chunk: 32 }),
         files: false,

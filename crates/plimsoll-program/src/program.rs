@@ -88,9 +88,15 @@ pub enum ProgramKind {
     /// gradients.
     #[serde(rename = "score")]
     Score,
+    /// The same under the initial weights of the run, with which the objective compares.
+    #[serde(rename = "reference")]
+    Reference,
     /// Forward pass of a chunk of the prompt, which fills the key-value cache.
     #[serde(rename = "prefill")]
     Prefill,
+    /// Copies keys and values of the first tokens of prompts from one sequence of the key-value cache to others.
+    #[serde(rename = "copy_prefix")]
+    CopyPrefix,
     /// Forward pass of one generated token.
     #[serde(rename = "decode")]
     Decode,
@@ -117,7 +123,7 @@ pub enum ProgramKind {
 
 impl ProgramKind {
     /// All kinds except [`ProgramKind::Probe`], in declaration order.
-    pub const ALL: [ProgramKind; 16] = [
+    pub const ALL: [ProgramKind; 18] = [
         ProgramKind::Load,
         ProgramKind::InitOptimizer,
         ProgramKind::BeginStep,
@@ -127,7 +133,9 @@ impl ProgramKind {
         ProgramKind::Update,
         ProgramKind::Evaluate,
         ProgramKind::Score,
+        ProgramKind::Reference,
         ProgramKind::Prefill,
+        ProgramKind::CopyPrefix,
         ProgramKind::Decode,
         ProgramKind::Save,
         ProgramKind::Checkpoint,
@@ -148,7 +156,9 @@ impl ProgramKind {
             ProgramKind::Update => "update",
             ProgramKind::Evaluate => "evaluate",
             ProgramKind::Score => "score",
+            ProgramKind::Reference => "reference",
             ProgramKind::Prefill => "prefill",
+            ProgramKind::CopyPrefix => "copy_prefix",
             ProgramKind::Decode => "decode",
             ProgramKind::Save => "save",
             ProgramKind::Checkpoint => "checkpoint",

@@ -2,8 +2,8 @@
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, AdaptedModule, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
-    merge,
+    AdamState, AdaptedModule, Base, BuildOptions, Generation, Lora, Method, Optimizer, Scores, Training, WeightSource,
+    build, merge,
 };
 use plimsoll_program::models::{ModelConfig, Target, preset};
 use plimsoll_program::op::Quantized;
@@ -53,7 +53,7 @@ fn options<'a>(config: &'a ModelConfig, precision: DType, method: Method, base: 
         streamed_head: false,
         training: Some(Training { optimizer: adamw(AdamState::Full), recompute: LEVELS.to_vec() }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,

@@ -2,7 +2,7 @@
 
 use plimsoll_core::{DType, Offload, RecomputeLevel, ScratchOffload, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build, head_blocks,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Scores, Training, WeightSource, build, head_blocks,
 };
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
@@ -50,7 +50,7 @@ fn programs(config: &ModelConfig, run: Run, streamed_head: bool) -> ProgramSet {
         training: optimizer
             .map(|optimizer| Training { optimizer, recompute: vec![Nothing, Attention, Block, FeedForward] }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,

@@ -2,7 +2,7 @@
 
 use plimsoll_core::{Category, DType, RecomputeLevel, Space};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::{MalformedProgram, check};
@@ -44,7 +44,7 @@ fn programs(
         streamed_head: false,
         training: optimizer.map(|optimizer| Training { optimizer, recompute }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
         files: true,

@@ -313,7 +313,7 @@ const WORKS = {
   load: "while loading", forward: "in the forward pass", backward: "in the backward pass", update: "in the update",
   evaluate: "in an evaluation", score: "while scoring", save: "while saving", generate: "while generating", "re-plan": "in a change of plan",
 };
-const PASSES = ["forward", "backward", "evaluate", "score", "generate"];
+const PASSES = ["forward", "backward", "evaluate", "score", "reference", "generate"];
 // Most times that the load line may exceed the peak for the map to show it, and height of the map in peaks if it does not.
 const MAX_TIMES_PEAK = 2;
 const ABOVE_PEAK = 1.1;

@@ -14,7 +14,7 @@ use plimsoll_device::probe::Cpu;
 use plimsoll_device::{calibration, process};
 use plimsoll_plan::price::required_gemm_flops;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe, search};
-use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Base, Lora, Method, Optimizer, Scores, WeightSource};
 use plimsoll_program::models::weights::Parameter;
 use plimsoll_program::models::{Extras, ModelConfig, ModelType, RopeScaling};
 use plimsoll_program::{Op, ProgramKind, Share};
@@ -173,7 +173,7 @@ pub fn step(shape: &StepShape) -> Result<StepBench, Failure> {
         source: WeightSource::Random { seed: 0 },
         optimizer: Some(Optimizer::AdamW { betas: BETAS, eps: 1e-8, decay: 0.01, state: AdamState::Full }),
         evaluate: false,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         device: &device,

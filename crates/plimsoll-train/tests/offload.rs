@@ -10,7 +10,7 @@ use plimsoll_device::device::FileSpace;
 use plimsoll_device::virtual_device::{VirtualDeviceSpec, open};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, plan_recipe};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, Generation, Lora, Method, Optimizer, WeightSource, head_blocks,
+    AdamState, Base, Generation, Lora, Method, Optimizer, Scores, WeightSource, head_blocks,
 };
 use plimsoll_program::models::{ModelConfig, preset};
 use plimsoll_program::passes::check::check;
@@ -180,7 +180,7 @@ fn run_on(
         source: WeightSource::Random { seed: 3 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: 4 }),
         device: &device,

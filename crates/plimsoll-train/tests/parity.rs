@@ -5,7 +5,7 @@ use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, Rates,
 use plimsoll_device::cpu::executor::{open, real_values};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, plan_recipe};
 use plimsoll_program::models::Parameter;
-use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer};
+use plimsoll_program::models::decoder::{AdamState, Generation, Method, Optimizer, Scores};
 use plimsoll_program::{ProgramKind, ProgramSet, Share};
 use plimsoll_train::data::{DataSpec, Dataset, Format, LongSamples, Objective, Rows};
 use plimsoll_train::engine::tensor_files::{ModelSource, TensorWriter};
@@ -148,7 +148,7 @@ impl Case {
                 state: AdamState::Full,
             }),
             evaluate: true,
-            score: false,
+            scores: Scores::None,
             temperature: 1.0,
             generation: Some(Generation { slots: 1, capacity: 64, chunk: 16 }),
             device: &device,

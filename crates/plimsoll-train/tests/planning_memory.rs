@@ -5,7 +5,7 @@ use plimsoll_device::heap::{CountingAllocator, measure_growth};
 use plimsoll_plan::paper::paper;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, search};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Scores, WeightSource};
 use plimsoll_program::models::{ModelConfig, preset};
 
 #[global_allocator]
@@ -26,7 +26,7 @@ fn search_holds_programs_of_one_recipe() {
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         device: &device,

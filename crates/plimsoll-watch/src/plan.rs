@@ -6,8 +6,8 @@ mod team;
 use crate::remedies::RemedySettings;
 use crate::text::{columns, columns_with_notes, count, percent, seconds, wrapped};
 use plimsoll_core::{
-    Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, Recipe, Recommendation, Rung,
-    RungEffect, RungPrice, WorkKind, format_count, peak_point,
+    Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, PredictedGeneration, Recipe,
+    Recommendation, Rung, RungEffect, RungPrice, WorkKind, format_count, peak_point,
 };
 use plimsoll_plan::search::TriedRecipe;
 
@@ -67,6 +67,13 @@ pub fn table(view: &PlanView) -> String {
             seconds(plan.predicted.step_seconds),
             count(plan.predicted.tokens_per_second),
             source_of_rates(view),
+        );
+    }
+    if let Some(PredictedGeneration { sequences, token_seconds }) = plan.generation {
+        text += &format!(
+            "predicted: {} for a token of each of {sequences} completions, {} tokens/s\n",
+            seconds(token_seconds),
+            count(sequences as f64 / token_seconds),
         );
     }
     if plan.checkpoint_bytes > Bytes::ZERO {
@@ -192,13 +199,14 @@ const CATEGORIES: [Category; 7] = [
     Category::Staging,
 ];
 
-const WORK_KINDS: [WorkKind; 9] = [
+const WORK_KINDS: [WorkKind; 10] = [
     WorkKind::Load,
     WorkKind::Forward,
     WorkKind::Backward,
     WorkKind::Update,
     WorkKind::Evaluate,
     WorkKind::Score,
+    WorkKind::Reference,
     WorkKind::Save,
     WorkKind::Generate,
     WorkKind::Replan,
@@ -490,6 +498,7 @@ mod tests {
             host: DevicePlan::default(),
             file: None,
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
+            generation: None,
             needs: vec![],
             planned_for: None,
             contention_note: None,

@@ -171,21 +171,54 @@ fn completions_depend_on_neither_slots_nor_team() {
 }
 
 #[test]
+fn kl_penalty_of_sampled_completions_equals_that_of_a_file() {
+    let workspace = workspace();
+    let precise = ["train.precision=f64", "grpo.beta=0.1", "grpo.num_iterations=2", "data.shuffle=false"];
+    let low_rank = ["train.method=lora", "lora.rank=4", "train.learning_rate=2e-2"];
+    let adapter = ["--set", "train.method=lora", "--set", "lora.rank=4", "--set", "train.learning_rate=2e-2"];
+    train(&workspace, "sampled.toml", "first", &adapter);
+    let continued = ["train.method=lora", "model.adapter=first/adapter", "train.learning_rate=2e-2"];
+    for (method, settings) in [("full", &[][..]), ("lora", &low_rank), ("continued", &continued)] {
+        let settings: Vec<&str> = precise.iter().chain(settings).flat_map(|setting| ["--set", setting]).collect();
+        train(&workspace, "sampled.toml", method, &settings);
+        let rounds = workspace.json(&format!("{method}/result.json"))["rounds"].clone();
+        assert_eq!(rounds[0]["kl"], 0.0, "{method}");
+        assert!(rounds[5]["kl"].as_f64() > Some(1e-5) && rounds[5]["seconds"]["reference"] == 0.0, "{}", rounds[5]);
+        let plan = workspace.json(&format!("{method}/plan.json"));
+        assert!(plan["devices"][0]["by_program"]["reference"].as_u64() > Some(0), "{plan}");
+        // The reference pass of completions of a file scores under the initial weights themselves.
+        let files = (1..=3).map(|round| workspace.read(&format!("{method}/rounds/round-{round}.jsonl")));
+        workspace.write("sampled.jsonl", files.collect::<String>());
+        let replayed = format!("{method}-replayed");
+        train(&workspace, "sampled.toml", &replayed, &[&["--rollouts", "sampled.jsonl"][..], &settings].concat());
+        assert_same_losses(&workspace, &replayed, method);
+        for (kind, micro_batch) in [("data", 1), ("sharded", 2), ("pipeline", 3)] {
+            let run = format!("{method}-{kind}");
+            let (parallelism, size) = (format!("run.parallelism={kind}"), format!("recipe.micro_batch={micro_batch}"));
+            let team = ["--devices", "virtual:a=64MiB@1,virtual:b=64MiB@0.5", "--set", &parallelism, "--set", &size];
+            train(&workspace, "sampled.toml", &run, &[&settings[..], &team].concat());
+            assert_same_losses(&workspace, &run, method);
+        }
+    }
+}
+
+#[test]
 fn refused_memory_in_each_phase_keeps_every_bit() {
     let workspace = workspace();
-    for (file, faults) in [
-        ("rollouts.toml", &["1:score", "2:score:9", "4:forward", "5:update:2"][..]),
-        ("sampled.toml", &["1:decode", "2:prefill", "3:decode:7", "4:backward", "5:update:2"]),
+    for (plain, file, beta, faults) in [
+        ("rollouts", "rollouts.toml", "0", &["1:score", "2:score:9", "4:forward", "5:update:2"][..]),
+        ("sampled", "sampled.toml", "0", &["1:decode", "2:prefill", "3:decode:7", "4:backward", "5:update:2"]),
+        ("penalized", "sampled.toml", "0.1", &["1:reference", "3:reference:7", "4:prefill"]),
     ] {
-        let pinned = ["--set", "recipe.micro_batch=4"];
-        let plain = file.replace(".toml", "");
-        train(&workspace, file, &plain, &pinned);
+        let beta = format!("grpo.beta={beta}");
+        let pinned = ["--set", "recipe.micro_batch=4", "--set", &beta];
+        train(&workspace, file, plain, &pinned);
         for at in faults {
             let run = format!("{plain}-{}", at.replace(':', "-"));
             let result = train(&workspace, file, &run, &[&pinned[..], &["--inject-oom", at]].concat());
             assert_eq!(result["recoveries"][0]["class"], "identical", "{at}: {result}");
-            assert_eq!(losses(&workspace, &run), losses(&workspace, &plain), "{at}");
-            assert_eq!(model(&workspace, &run), model(&workspace, &plain), "{at}");
+            assert_eq!(losses(&workspace, &run), losses(&workspace, plain), "{at}");
+            assert_eq!(model(&workspace, &run), model(&workspace, plain), "{at}");
         }
     }
 }
@@ -193,10 +226,14 @@ fn refused_memory_in_each_phase_keeps_every_bit() {
 #[test]
 fn killed_rounds_continue_with_the_same_completions() {
     let workspace = workspace();
-    for (file, events) in [("rollouts.toml", [2, 5, 8]), ("sampled.toml", [3, 6, 9])] {
-        let twice = ["--set", "grpo.num_iterations=2"];
-        let plain = file.replace(".toml", "");
-        train(&workspace, file, &plain, &twice);
+    for (plain, file, beta, events) in [
+        ("rollouts", "rollouts.toml", "0", [2, 5, 8]),
+        ("sampled", "sampled.toml", "0", [3, 6, 9]),
+        ("penalized", "sampled.toml", "0.1", [3, 7, 10]),
+    ] {
+        let beta = format!("grpo.beta={beta}");
+        let twice = ["--set", "grpo.num_iterations=2", "--set", &beta];
+        train(&workspace, file, plain, &twice);
         for lines in events {
             let run = format!("{plain}-killed-{lines}");
             let dir = format!("run.dir={run}");
@@ -205,9 +242,9 @@ fn killed_rounds_continue_with_the_same_completions() {
                 .wait_until(|| workspace.path(&run).join("run.toml").exists() && workspace.events(&run).len() >= lines);
             running.kill();
             workspace.succeed(&["train", "--resume", &run, "--quiet"]);
-            assert_eq!(model(&workspace, &run), model(&workspace, &plain), "{run}");
+            assert_eq!(model(&workspace, &run), model(&workspace, plain), "{run}");
             for round in 1..=3 {
-                assert_eq!(completions(&workspace, &run, round), completions(&workspace, &plain, round), "{run}");
+                assert_eq!(completions(&workspace, &run, round), completions(&workspace, plain, round), "{run}");
             }
         }
     }
@@ -243,6 +280,35 @@ fn example_learns_carries_from_rewards() {
 }
 
 #[test]
+#[ignore = "slow: .ci/slow-tests"]
+fn example_prefers_carries() {
+    let workspace = workspace();
+    let settings = ["--set", "run.dir=example", "--set", "run.threads=2"];
+    workspace.succeed(&[&["train", "--example", "dpo", "--quiet"][..], &settings].concat());
+    let preferences = workspace.json("example/result.json")["eval"]["preferences"].clone();
+    assert!(preferences["accuracy"].as_f64() > Some(0.95), "{preferences}");
+    let pairs: Vec<Value> = read_lines(&workspace, "example/example/held-out-pairs.jsonl");
+    let prompts: Vec<String> = pairs.iter().map(|pair| json!({ "prompt": pair["prompt"] }).to_string()).collect();
+    workspace.write("questions.jsonl", prompts.join("\n"));
+    let right_answers = |model: &str, out: &str| {
+        let files = ["--prompts", "questions.jsonl", "--out", out, "--max-tokens", "6"];
+        workspace.succeed(&[&["generate", model][..], &files].concat());
+        let answers = read_lines(&workspace, out);
+        assert_eq!(answers.len(), pairs.len());
+        let right = answers.iter().zip(&pairs).filter(|(answer, pair)| answer["text"] == pair["chosen"]);
+        right.count() as f64 / pairs.len() as f64
+    };
+    let before = right_answers("example/supervised/model", "before.jsonl");
+    let after = right_answers("example/model", "after.jsonl");
+    assert!(before < 0.3 && after > before + 0.5, "{before} before, {after} after");
+}
+
+/// Reads a file of JSON lines.
+fn read_lines(workspace: &Workspace, file: &str) -> Vec<Value> {
+    workspace.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
 fn other_data_and_settings_are_refused() {
     let workspace = workspace();
     for (settings, expected) in [
@@ -261,7 +327,6 @@ fn other_data_and_settings_are_refused() {
             "completions of 16 tokens are more than 2147483648 tokens",
         ),
         (&["grpo.reward_weights=[1.0]"], "1 weight for 2 rewards"),
-        (&["grpo.beta=0.1"], "the KL penalty of sampled completions is not supported yet"),
         (&["data.sequence=32"], "prompt and completion have 16 tokens with train.objective = \"grpo\""),
         (&["grpo.num_generations=1"], "grpo.num_generations is 1, expected a whole number from 2"),
         (&["train.method=lora", "lora.dropout=0.1"], "does not support dropout: its score runs without it"),

@@ -5,7 +5,7 @@ use super::test_device::TestDevice;
 use plimsoll_core::{Bytes, DType, DeviceSpec, Link, Rates, Recipe, RecomputeLevel};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Generation, Optimizer, Scores, WeightSource};
 use plimsoll_program::models::{Extras, ModelConfig, ModelType, QueryGrowth, RopeScaling};
 use plimsoll_train::data::Rows;
 use std::fmt;
@@ -60,6 +60,9 @@ impl Rng {
     }
 }
 
+/// The log-probabilities that cases with training compute, by the number of the case.
+const SCORES: [Scores; 4] = [Scores::Present, Scores::None, Scores::PresentAndInitial, Scores::None];
+
 /// The budget of a case, relative to the memory that its model needs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
@@ -90,8 +93,8 @@ pub struct Case {
     pub optimizer: Option<Optimizer>,
     /// Whether the case evaluates the loss.
     pub evaluate: bool,
-    /// Whether the case computes the log-probabilities of labels before a step.
-    pub score: bool,
+    /// The log-probabilities of labels that the case computes.
+    pub scores: Scores,
     /// Divisor of the logits in the loss.
     pub temperature: f64,
     /// Parameters of text generation; `None` if the case generates nothing.
@@ -136,7 +139,7 @@ impl fmt::Display for Case {
                 None => "no training",
             },
             if self.evaluate { ", evaluate" } else { "" },
-            if self.score { ", score" } else { "" },
+            ["", ", score", ", scores"][self.scores.count() as usize],
             if self.generation.is_some() { ", generate" } else { "" },
             self.load
         )
@@ -243,7 +246,9 @@ impl Case {
             _ => Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-6, decay: 0.1, state: AdamState::Full },
         });
         let chunk = rng.log_range(2, 16);
-        let generation = Generation { slots: 1, capacity: chunk * rng.range(1, 5), chunk };
+        let one = Generation { slots: 1, capacity: chunk * rng.range(1, 5), chunk };
+        let several = Generation { slots: 2 + number % 5, capacity: 32 + number % 24, chunk: 8 + 8 * (number % 3) };
+        let generation = if number.is_multiple_of(2) { several } else { one };
         let generation = rng.chance(if optimizer.is_some() { 0.3 } else { 0.6 }).then_some(generation);
         let dtypes = config.hf_parameters().iter().map(|_| rng.pick(&[DType::F32, DType::Bf16, DType::F16])).collect();
         let source =
@@ -255,7 +260,7 @@ impl Case {
             sequences: rng.log_range(1, 12),
             threads: rng.range(1, 2) as u32,
             evaluate: optimizer.is_some() && rng.chance(0.8) || generation.is_none(),
-            score: optimizer.is_some() && number.is_multiple_of(2),
+            scores: if optimizer.is_some() { SCORES[(number % 4) as usize] } else { Scores::None },
             temperature: if number.is_multiple_of(4) { 0.7 } else { 1.0 },
             optimizer,
             generation,
@@ -334,7 +339,7 @@ impl Case {
             source: self.source.clone(),
             optimizer: self.optimizer,
             evaluate: self.evaluate,
-            score: self.score,
+            scores: self.scores,
             temperature: self.temperature,
             generation: self.generation,
             device,

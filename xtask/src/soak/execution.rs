@@ -9,9 +9,10 @@ use plimsoll_device::device::{Device, FileSpace};
 use plimsoll_device::error::DeviceError;
 use plimsoll_device::heap::{self, HeapGrowth};
 use plimsoll_plan::search::PlanOutcome;
-use plimsoll_program::models::decoder::Generation;
+use plimsoll_program::models::decoder::{Generation, Scores};
 use plimsoll_program::{Lifetime, Placement, ProgramKind, ProgramSet, Tensor, TensorId};
-use plimsoll_train::engine::{Engine, StepInput, StepLoss};
+use plimsoll_train::data::Rows;
+use plimsoll_train::engine::{Engine, ScoredWeights, SlotCopy, SlotTokens, StepInput, StepLoss};
 use plimsoll_train::inference::sampling::Sampling;
 use std::collections::BTreeMap;
 use std::io;
@@ -21,7 +22,7 @@ use std::sync::{Arc, Mutex};
 const KEPT_BYTES: i64 = 64 << 10;
 
 /// All numeric results of an execution.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RunValues {
     /// Loss and gradient norm of each step.
     pub losses: Vec<[f64; 2]>,
@@ -198,12 +199,16 @@ impl<'a> ExecutionOptions<'a> {
 }
 
 /// Generates tokens until the cache is full. Returns the logits after the prompt, after each new token, and after a
-/// second prompt of one token. This runs every Program of text generation.
+/// second prompt of one token. With several sequences, each begins with a copy of the first tokens of the first one, and the
+/// logits of all are returned after each of a few tokens. This runs every Program of text generation.
 ///
 /// # Errors
 /// Fails if the device fails.
 pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) -> Result<Vec<Vec<f64>>, DeviceError> {
     let prompt = case.prompt(generation);
+    if generation.slots > 1 {
+        return generate_sequences(&prompt[..prompt.len() / 2], engine);
+    }
     let (mut length, mut all) = (prompt.len(), Vec::new());
     let mut logits = engine.extend(&prompt, 0)?;
     loop {
@@ -217,6 +222,29 @@ pub fn generate_all(case: &Case, generation: Generation, engine: &mut Engine) ->
     }
     // A prompt of one token, for prompts that fill the cache completely.
     all.push(engine.extend(&prompt[..1], 0)?);
+    Ok(all)
+}
+
+/// Generates a few tokens of several sequences, which all have this prompt.
+fn generate_sequences(prompt: &[i32], engine: &mut Engine) -> Result<Vec<Vec<f64>>, DeviceError> {
+    let slots = engine.slots();
+    engine.append(&[SlotTokens { slot: 0, tokens: prompt, length: 0 }])?;
+    let copied = |slot: usize| prompt.len().saturating_sub(slot - 1);
+    let copies: Vec<SlotCopy> =
+        (1..slots).map(|slot| SlotCopy { from: 0, to: slot, positions: 0..copied(slot) }).collect();
+    engine.copy_slots(&copies)?;
+    let rest = |slot: usize| SlotTokens { slot, tokens: &prompt[copied(slot)..], length: copied(slot) };
+    engine.append(&(1..slots).map(rest).collect::<Vec<_>>())?;
+    let (mut tokens, mut all) = (vec![0; slots], Vec::new());
+    for length in prompt.len()..prompt.len() + 3 {
+        engine.decode(&tokens, &vec![length; slots])?;
+        for (slot, token) in tokens.iter_mut().enumerate() {
+            let mut logits = Vec::new();
+            engine.read_logits(slot, &mut logits)?;
+            *token = Sampling::GREEDY.choose(&mut logits, &[]) as i32;
+            all.push(logits);
+        }
+    }
     Ok(all)
 }
 
@@ -280,15 +308,14 @@ fn execute_programs(
     let (sequence, vocab) = (case.sequence, case.config.vocab);
     let mut engine = Engine::new(Box::new(device), &set, precision, recipe.clone(), sequence, vocab);
     let mut memory = InMemoryFiles::new(&set, &mut Rng::new(case.seed, case.number));
-    let mut numbers = RunValues {
-        losses: Vec::new(),
-        evaluated: None,
-        scores: Vec::new(),
-        logits: Vec::new(),
-        tensors: BTreeMap::new(),
-    };
+    let mut numbers = RunValues::default();
 
     engine.move_files(ProgramKind::Load, &mut memory)?;
+    let mut scored_rows = case.rows(u64::from(recipe.micro_batch) + 1, 99);
+    let mut scores_at_start = Vec::new();
+    if case.scores == Scores::PresentAndInitial {
+        scores_at_start = score(&mut engine, &mut scored_rows, ScoredWeights::Present)?;
+    }
     if case.optimizer.is_some() {
         engine.run(ProgramKind::InitOptimizer)?;
         for step in 1..=2 {
@@ -303,16 +330,14 @@ fn execute_programs(
         }
     }
     numbers.evaluated = evaluate(case, recipe.micro_batch, &mut engine)?;
-    if case.score {
-        let mut rows = case.rows(u64::from(recipe.micro_batch) + 1, 99);
-        numbers.scores = engine.score(&mut rows, 1)?.expect("one device computes the loss");
-        if let Some((loss, _)) = numbers.evaluated {
-            let scored = -numbers.scores.iter().sum::<f64>();
-            let difference = (scored - loss).abs() / loss.abs().max(1.0);
-            tally.figure("scores add up to the loss", difference, difference < 1e-4, || {
-                format!("{label}: {scored} for {loss}")
-            });
-        }
+    if case.scores == Scores::PresentAndInitial {
+        let initial = score(&mut engine, &mut scored_rows, ScoredWeights::Initial)?;
+        let equal = initial.iter().zip(&scores_at_start).all(|(one, other)| one.to_bits() == other.to_bits());
+        tally.check("scores under the initial weights stay", equal, || label.to_owned());
+    }
+    if case.scores != Scores::None {
+        numbers.scores = score(&mut engine, &mut scored_rows, ScoredWeights::Present)?;
+        check_scores(&numbers, label, tally);
     }
     numbers.tensors = read_persistent_tensors(&mut engine, &set);
     if case.optimizer.is_some() {
@@ -327,6 +352,9 @@ fn execute_programs(
         numbers.logits = generate_all(case, generation, &mut engine)?;
     }
     if case.optimizer.is_some() {
+        if case.scores == Scores::PresentAndInitial {
+            engine.move_files(ProgramKind::Load, &mut memory)?;
+        }
         engine.move_files(ProgramKind::Restore, &mut memory)?;
         let same = read_persistent_tensors(&mut engine, &set) == numbers.tensors;
         tally.check("restore brings back every bit", same, || label.to_owned());
@@ -344,6 +372,22 @@ fn execute_programs(
         });
     }
     Ok(numbers)
+}
+
+/// Checks that the scores of the evaluated rows add up to their loss.
+fn check_scores(numbers: &RunValues, label: &str, tally: &mut Tally) {
+    if let Some((loss, _)) = numbers.evaluated {
+        let scored = -numbers.scores.iter().sum::<f64>();
+        let difference = (scored - loss).abs() / loss.abs().max(1.0);
+        tally.figure("scores add up to the loss", difference, difference < 1e-4, || {
+            format!("{label}: {scored} for {loss}")
+        });
+    }
+}
+
+/// Returns the log-probabilities of the labels of `rows` under these weights.
+fn score(engine: &mut Engine, rows: &mut Rows, weights: ScoredWeights) -> Result<Vec<f64>, DeviceError> {
+    Ok(engine.score(rows, weights, 1)?.expect("one device computes the loss"))
 }
 
 /// Evaluates more rows than one micro-batch has. Returns the sum of the losses and the number of exact matches; `None`

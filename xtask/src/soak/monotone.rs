@@ -19,7 +19,7 @@ use plimsoll_plan::team::{
     Measurements, PlannedWorker, TeamOutcome, TeamRequest, plan_measured_team_if_fits, plan_team, plan_team_if_fits,
 };
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Base, Method, Optimizer, Scores, WeightSource};
 use plimsoll_program::models::{ModelConfig, preset};
 use std::collections::BTreeMap;
 use std::fs;
@@ -303,7 +303,7 @@ impl RandomTeam {
             source: WeightSource::Random { seed: 1 },
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
             evaluate: false,
-            score: false,
+            scores: Scores::None,
             temperature: 1.0,
             generation: None,
             device,

@@ -244,8 +244,13 @@ impl ShadowMemory {
             self.phases[self.phase].0.slots.iter().flatten().any(|s| self.set.tensor(s.0).lifetime == Lifetime::Phase);
         let is_new_phase = self.before != Some(self.phase) || self.start == 0 && !has_phase_tensors;
         let program = self.set.programs[self.program].kind;
-        // When a run starts or resumes, nothing in the arena has been written yet.
-        let is_first_program = self.before.is_none() || program == ProgramKind::Restore;
+        // When a run starts or resumes, nothing in the arena has been written yet. A run with frozen weights loads them
+        // before it resumes.
+        let loads = |phase: usize| {
+            let kinds = self.set.phases[phase].programs.iter().map(|&program| self.set.programs[program].kind);
+            kinds.eq([ProgramKind::Load])
+        };
+        let is_first_program = self.before.is_none_or(|before| program == ProgramKind::Restore && !loads(before));
         let mut keep: Vec<(Space, Range<u64>)> = Vec::new();
         let mut keep_slot = |id: TensorId, slot: u32| {
             if let Some(first) = self.placement.offsets[id.0 as usize][slot as usize] {

@@ -8,7 +8,7 @@ use crate::error::DeviceError;
 use plimsoll_core::{Category, DType, OpRates, RecomputeLevel};
 use plimsoll_program::builder::Builder;
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Lora, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Lora, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::models::{Extras, ModelConfig, ModelType, QkNorm, RopeScaling, Target};
 use plimsoll_program::workspace::Kernels;
@@ -308,7 +308,7 @@ fn reference_step_rates(subject: &OpRateSubject, form: ReferenceForm) -> Result<
             recompute: vec![RecomputeLevel::Nothing],
         }),
         evaluate: false,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         files: true,

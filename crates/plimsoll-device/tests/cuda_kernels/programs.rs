@@ -9,7 +9,7 @@ use plimsoll_device::cuda::kernels::ops::{self, OperandLookup};
 use plimsoll_device::device::Device;
 use plimsoll_program::models::config::{Extras, ModelConfig, ModelType, QkNorm, QueryGrowth};
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::{OpKind, Operand, Placement, ProgramKind, ProgramSet, TensorId};
 
@@ -95,7 +95,7 @@ fn programs(config: &ModelConfig, precision: DType) -> ProgramSet {
             recompute: vec![RecomputeLevel::Nothing, RecomputeLevel::Block],
         }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: Some(Generation { slots: 1, capacity: 16, chunk: CHUNK }),
         files: true,

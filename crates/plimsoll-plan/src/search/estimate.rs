@@ -38,7 +38,7 @@ impl Measurer<'_> {
         let trained = request.optimizer.is_some() && request.lossy.method == Method::Full;
         let head_gradient = if streamed && trained { table * request.precision.wide().bytes() as f64 } else { 0.0 };
         // Each pass of a micro-batch reads all weights.
-        let weight_reads = if request.score { 3.0 } else { 2.0 };
+        let weight_reads = 2.0 + f64::from(request.scores.count());
         let disk_seconds = self.disk_seconds(
             count * (weight_reads * in_file.weights + if count > 1.0 { in_file.gradients } else { 0.0 }),
             count * in_file.gradients,
@@ -107,7 +107,8 @@ impl Measurer<'_> {
             let computed = costs.layer_backward_seconds + recompute_seconds;
             let backward = computed.max(weights + accumulated + inputs).max(gradients);
             let trained = if self.request.optimizer.is_some() { backward } else { 0.0 };
-            let score = if self.request.score { costs.layer_score_seconds.max(weights) } else { 0.0 };
+            let scores = f64::from(self.request.scores.count());
+            let score = costs.layer_score_seconds.max(scores * weights);
             seconds += f64::from(end - first) * (score + forward + trained);
             first = end;
         }

@@ -191,7 +191,9 @@ fn depends_on_whole_recipe(program: ProgramKind) -> bool {
             | ProgramKind::Backward
             | ProgramKind::Evaluate
             | ProgramKind::Score
+            | ProgramKind::Reference
             | ProgramKind::Prefill
+            | ProgramKind::CopyPrefix
             | ProgramKind::Decode
     )
 }
@@ -508,7 +510,7 @@ impl<'q> Measurer<'q> {
         let head_block = &head_blocks(vocab, Kernels::for_device(request.device))[0];
         MicroBatchCosts {
             pass_seconds,
-            layer_score_seconds: layer_seconds(ProgramKind::Score),
+            layer_score_seconds: layer_seconds(ProgramKind::Score) + layer_seconds(ProgramKind::Reference),
             layer_forward_seconds: layer_seconds(match request.optimizer {
                 Some(_) => ProgramKind::Forward,
                 None => ProgramKind::Evaluate,
@@ -547,13 +549,14 @@ mod tests {
     use crate::paper::paper;
     use crate::testing;
     use plimsoll_core::{Budget, DType, HostSpec};
+    use plimsoll_program::models::decoder::Scores;
     use plimsoll_program::models::preset;
 
     #[test]
     fn layer_seconds_belong_to_their_passes() {
         let (device, config) = (paper("rtx3090", Budget::DEVICE).unwrap(), preset("llama-3.2-1b").unwrap());
         let supervised = PlanRequest { precision: DType::Bf16, ..testing::request(&config, &device, 512, 4) };
-        let scored = PlanRequest { score: true, ..supervised.clone() };
+        let scored = PlanRequest { scores: Scores::Present, ..supervised.clone() };
         let evaluated = PlanRequest { optimizer: None, evaluate: true, ..supervised.clone() };
         let costs = |request: &PlanRequest| Measurer::new(request).micro_batch_costs(4);
         let (plain, with_score, evaluation) = (costs(&supervised), costs(&scored), costs(&evaluated));
@@ -573,7 +576,7 @@ mod tests {
         let (device, config) = (paper("rtx3070", Budget::DEVICE).unwrap(), preset("llama-3.2-1b").unwrap());
         let host = HostSpec { budget: Bytes::gib(64), ..HostSpec::NONE };
         let supervised = PlanRequest { precision: DType::Bf16, host, ..testing::request(&config, &device, 256, 1) };
-        let scored = PlanRequest { score: true, ..supervised.clone() };
+        let scored = PlanRequest { scores: Scores::Present, ..supervised.clone() };
         let layers = config.layers as u32;
         let choice =
             Offload { optimizer: layers, gradients: layers, weights: layers, embedding: true, ..Offload::NOTHING };

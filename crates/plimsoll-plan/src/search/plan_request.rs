@@ -4,11 +4,11 @@
 use crate::layout::Layout;
 use crate::price::Prices;
 use plimsoll_core::{
-    Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Parallelism, PerSpace, Plan, Recipe,
-    RecomputeLevel, Rung, Space, WorkKind,
+    Bytes, Class, DType, DeviceKind, DeviceSpec, FileSpec, HostSpec, Offload, Parallelism, PerSpace, Plan,
+    PredictedGeneration, Recipe, RecomputeLevel, Rung, Space, WorkKind,
 };
 use plimsoll_program::models::decoder::{
-    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Training, WeightSource, build,
+    AdamState, Base, BuildOptions, Generation, Lora, Method, Optimizer, Scores, Training, WeightSource, build,
 };
 use plimsoll_program::models::{ModelConfig, Target};
 use plimsoll_program::op::Queue;
@@ -33,8 +33,8 @@ pub struct PlanRequest<'a> {
     pub optimizer: Option<Optimizer>,
     /// Whether the Programs include evaluation.
     pub evaluate: bool,
-    /// Whether each step begins with the log-probabilities of its labels.
-    pub score: bool,
+    /// The log-probabilities of its labels with which each step begins.
+    pub scores: Scores,
     /// Divisor of the logits in the loss, the temperature at which completions are sampled; 1 for other objectives.
     pub temperature: f64,
     /// Sizes for token generation, in tokens: of the key-value cache, and of one prefill call. `None` if the run
@@ -198,7 +198,7 @@ impl PlanRequest<'_> {
             streamed_head: recipe.offload.streams_head(config.tied),
             training: self.optimizer.map(|optimizer| Training { optimizer, recompute: recipe.recompute.clone() }),
             evaluate: self.evaluate,
-            score: self.score,
+            scores: self.scores,
             temperature: self.temperature,
             generation: self.generation,
             files: files != FilePrograms::Without,
@@ -348,6 +348,13 @@ impl PlanRequest<'_> {
         }
         set.program(ProgramKind::Evaluate)
             .map_or(0.0, |evaluate| prices.program_seconds(set, evaluate, true) * f64::from(count))
+    }
+
+    /// Predicts the speed of generation; `None` unless several sequences are generated at once.
+    pub(super) fn predict_generation(&self, set: &ProgramSet) -> Option<PredictedGeneration> {
+        let sequences = self.generation.map(|generation| generation.slots).filter(|slots| *slots > 1)?;
+        let decode = set.program(ProgramKind::Decode)?;
+        Some(PredictedGeneration { sequences, token_seconds: self.prices().program_seconds(set, decode, true) })
     }
 
     /// Returns the most bytes that each arena and the scratch file may hold.

@@ -9,7 +9,7 @@ use crate::search::{PlanOutcome, PlanRequest, has_fitting_recipe, plan_recipe, w
 use plimsoll_core::{
     Bytes, EvaluatorPlan, FileSpec, HostSpec, Link, Offload, Parallelism, Recipe, RecomputeLevel, Rung, Space,
 };
-use plimsoll_program::models::decoder::{Method, WeightSource};
+use plimsoll_program::models::decoder::{Method, Scores, WeightSource};
 use plimsoll_program::{Block, Op, OpKind, ProgramKind, ProgramSet, Share};
 
 /// Number of rows that an evaluation is taken to have if the data have not been read.
@@ -31,7 +31,7 @@ pub fn evaluation_request<'a>(request: &PlanRequest<'a>) -> PlanRequest<'a> {
     PlanRequest {
         optimizer: None,
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         generation: None,
         share: Share::SINGLE_DEVICE,
         ..request

@@ -20,7 +20,7 @@ type SecondsByOffload = [StageSeconds; OFFLOAD_KINDS + 1];
 /// Predicted seconds of a pipeline stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct StageSeconds {
-    /// Seconds of the score of a micro-batch; 0 in runs without scores.
+    /// Seconds of the scores of a micro-batch, under present and initial weights; 0 in runs without scores.
     pub(super) score: f64,
     /// Seconds of the forward pass of a micro-batch.
     pub(super) forward: f64,
@@ -42,7 +42,8 @@ impl StageSeconds {
         };
         let hidden_bytes = set.find("train.hidden").map_or(0, |hidden| set.tensor(hidden).bytes());
         StageSeconds {
-            score: seconds(&without_transfers, ProgramKind::Score),
+            score: seconds(&without_transfers, ProgramKind::Score)
+                + seconds(&without_transfers, ProgramKind::Reference),
             forward: seconds(&without_transfers, ProgramKind::Forward),
             backward: seconds(&without_transfers, ProgramKind::Backward),
             transfer: prices.team_link.latency_seconds + hidden_bytes as f64 / prices.team_link.bytes_per_second,

@@ -6,7 +6,9 @@ use super::stage::StageSeconds;
 use super::{PlannedWorker, TeamRequest, slowest_link};
 use crate::price::{Prices, Rank, StepPhases, data_parallel_seconds};
 use crate::search::{PlanOutcome, PlanRequest, checkpoint_bytes};
-use plimsoll_core::{Bytes, Class, DevicePlan, Link, MachineHost, Parallelism, Plan, Predicted, WorkerPlan};
+use plimsoll_core::{
+    Bytes, Class, DevicePlan, Link, MachineHost, Parallelism, Plan, Predicted, PredictedGeneration, WorkerPlan,
+};
 
 /// A link that takes no time.
 const INSTANT_LINK: Link = Link { bytes_per_second: f64::INFINITY, latency_seconds: 0.0 };
@@ -56,8 +58,25 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
         host: host_plan(team, workers, &machine_hosts),
         machine_hosts,
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens_per_step() / step_seconds },
+        generation: predict_generation(parallelism, workers),
         ..first.clone()
     }
+}
+
+/// Predicts the speed of generation by a team. Data parallel workers generate their own sequences side by side. Other
+/// workers generate the same ones together: pipeline stages one after another, sharded workers at the pace of the slowest.
+fn predict_generation(parallelism: Option<Parallelism>, workers: &[PlannedWorker]) -> Option<PredictedGeneration> {
+    let all = workers.iter().map(|worker| worker.outcome.plan.generation).collect::<Option<Vec<_>>>()?;
+    let seconds = all.iter().map(|one| one.token_seconds);
+    let slowest = seconds.clone().fold(0.0, f64::max);
+    let sequences = all.first()?.sequences;
+    Some(match parallelism {
+        Some(Parallelism::Data) => {
+            PredictedGeneration { sequences: all.iter().map(|one| one.sequences).sum(), token_seconds: slowest }
+        }
+        Some(Parallelism::Pipeline) => PredictedGeneration { sequences, token_seconds: seconds.sum() },
+        Some(Parallelism::Sharded) | None => PredictedGeneration { sequences, token_seconds: slowest },
+    })
 }
 
 /// Returns the entry of a worker in the plan of its team.

@@ -4,7 +4,7 @@ use plimsoll_core::{Bytes, DType, DeviceKind, DeviceSpec, HostSpec, Link, OpRate
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest};
 use plimsoll_program::Share;
 use plimsoll_program::models::ModelConfig;
-use plimsoll_program::models::decoder::{AdamState, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{AdamState, Optimizer, Scores, WeightSource};
 
 /// Returns a request for full fine-tuning with evaluation in f32, with `[sequences, sequence]` tokens per step and no
 /// host.
@@ -21,7 +21,7 @@ pub fn plan_request<'a>(
         source: WeightSource::Random { seed: 1 },
         optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state: AdamState::Full }),
         evaluate: true,
-        score: false,
+        scores: Scores::None,
         temperature: 1.0,
         generation: None,
         device,

@@ -121,6 +121,13 @@ pub(super) fn visit_accesses(op: &OpKind, visitor: &mut AccessVisitor) {
             visitor.update(*keys, cache);
             visitor.update(*values, cache);
         }
+        OpKind::CopyCache { keys, values, from, to, slots, capacity, rows, shape } => {
+            let cache = slots * capacity * shape.kv_heads * shape.head_dim;
+            visitor.read(*from, *rows);
+            visitor.read(*to, *rows);
+            visitor.update(*keys, cache);
+            visitor.update(*values, cache);
+        }
         other => not_in_family(other),
     }
 }
@@ -198,6 +205,10 @@ pub(super) fn expect_types<'k>(op: &'k OpKind, types: &mut OperandTypes<'k>) {
         OpKind::AppendCache { qkv, keys, values, places, .. } => {
             let real = types.activation(qkv);
             types.expect(real, [qkv, keys, values]).expect(DType::I32, [places]);
+        }
+        OpKind::CopyCache { keys, values, from, to, .. } => {
+            let real = types.activation(keys);
+            types.expect(real, [keys, values]).expect(DType::I32, [from, to]);
         }
         other => not_in_family(other),
     }

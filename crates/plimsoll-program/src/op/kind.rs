@@ -199,6 +199,18 @@ pub enum OpKind {
         capacity: u64,
         shape: Heads,
     },
+    /// Copies `rows` rows (tokens) of the key-value caches `keys` and `values`, from the rows that `from` names to those that
+    /// `to` names. No row is copied from and copied to. A negative target means that nothing is copied.
+    CopyCache {
+        keys: Operand,
+        values: Operand,
+        from: Operand,
+        to: Operand,
+        slots: u64,
+        capacity: u64,
+        rows: u64,
+        shape: Heads,
+    },
     /// Gated unit (SwiGLU, GeGLU): `out[N,F]` = activation(gate) · up, elementwise. Each row of `gate_up[N,2F]` has gate,
     /// then up.
     Glu { gate_up: Operand, out: Operand, rows: u64, ffn: u64, activation: Activation },
@@ -406,6 +418,7 @@ impl OpKind {
             OpKind::ShiftPositions { .. } => ("shift_positions", Family::Attention),
             OpKind::CachedAttention { .. } => ("cached_attention", Family::Attention),
             OpKind::AppendCache { .. } => ("append_cache", Family::Attention),
+            OpKind::CopyCache { .. } => ("copy_cache", Family::Attention),
             OpKind::Glu { .. } => ("glu", Family::Elementwise),
             OpKind::GluGrad { .. } => ("glu_grad", Family::Elementwise),
             OpKind::SoftCap { .. } => ("soft_cap", Family::Elementwise),

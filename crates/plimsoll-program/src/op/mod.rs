@@ -268,6 +268,9 @@ impl Op {
             OpKind::AppendCache { keys, values, sequences, rows, shape, .. } if is(keys) || is(values) => {
                 sequences * rows * shape.kv_heads * shape.head_dim
             }
+            OpKind::CopyCache { keys, values, rows, shape, .. } if is(keys) || is(values) => {
+                rows * shape.kv_heads * shape.head_dim
+            }
             OpKind::CachedAttention { keys, values, sequences, capacity, shape, .. } if is(keys) || is(values) => {
                 sequences * capacity * shape.kv_heads * shape.head_dim
             }

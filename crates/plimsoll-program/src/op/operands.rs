@@ -104,6 +104,7 @@ macro_rules! operand_list {
                 list
             }
             OpKind::AppendCache { qkv, keys, values, places, .. } => smallvec![qkv, keys, values, places],
+            OpKind::CopyCache { keys, values, from, to, .. } => smallvec![keys, values, from, to],
             OpKind::Glu { gate_up, out, .. } => smallvec![gate_up, out],
             OpKind::GluGrad { gate_up, dout, dgate_up, .. } => smallvec![gate_up, dout, dgate_up],
             OpKind::SoftCap { x, .. } => smallvec![x],

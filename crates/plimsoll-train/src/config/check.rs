@@ -246,10 +246,6 @@ fn check_round_size(config: &RunConfig) -> Result<(), RuleViolation> {
 fn check_rounds(config: &RunConfig) -> Result<(), RuleViolation> {
     let RunConfig { data, grpo, .. } = config;
     let hint = "leave it out: it follows from [grpo]";
-    if config.samples_completions() && grpo.beta > 0.0 {
-        let message = "the KL penalty of sampled completions is not supported yet";
-        return Err(invalid("grpo.beta", message, "set it to 0, the default, or train on completions of a file"));
-    }
     if data.format == Format::Rollouts && data.source.iter().any(|source| source.weight.is_some()) {
         let message = "sources of rollouts take no weight: a weighted mixture separates completions of one prompt";
         return Err(invalid("data.source", message, "leave the weights out"));

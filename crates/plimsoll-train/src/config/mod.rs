@@ -26,6 +26,7 @@ use crate::files::ModuleNames;
 use plimsoll_core::{Budget, DType, DeviceKind, Parallelism, RecomputeLevel, Rung};
 use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_program::models::Target;
+use plimsoll_program::models::decoder::Scores;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -657,14 +658,17 @@ impl RunConfig {
         self.train.objective == Objective::Grpo && self.data.format != Format::Rollouts
     }
 
-    /// Returns whether steps begin with the log-probabilities of their labels.
-    pub fn has_score(&self) -> bool {
+    /// Returns the log-probabilities of its labels with which a step begins.
+    pub fn scores(&self) -> Scores {
         match self.train.objective {
-            Objective::Supervised => false,
-            Objective::Dpo => true,
-            Objective::Grpo => {
-                self.data.format == Format::Rollouts || self.grpo.beta > 0.0 || self.grpo.num_iterations > 1
-            }
+            Objective::Supervised => Scores::None,
+            Objective::Dpo => Scores::Present,
+            Objective::Grpo if self.samples_completions() => match self.grpo.beta > 0.0 {
+                true => Scores::PresentAndInitial,
+                false if self.grpo.num_iterations > 1 => Scores::Present,
+                false => Scores::None,
+            },
+            Objective::Grpo => Scores::Present,
         }
     }
 

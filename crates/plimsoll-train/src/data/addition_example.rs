@@ -6,7 +6,8 @@
 //! A sample is `347+085=2340` and an end token. The digits of the answer are reversed, because carries are computed in
 //! that order. Only the answer and the end token are labelled.
 //!
-//! The example of rewarded completions has bad habits: of its last samples, three in five lack all carries, as `347+085=2230`.
+//! The examples of rewarded completions and of preferences begin with bad habits: of the last samples, three in five lack all
+//! carries, as `347+085=2230`.
 //!
 //! One problem in fifty, selected by a hash, is held out for evaluation. A linear hash would hold out a residue class;
 //! the model would never see its last digits and could not learn them.
@@ -32,12 +33,12 @@ pub const TRAIN_SAMPLES: u64 = 100_000;
 /// Number of evaluation samples of the built-in example, none of which is a training sample.
 pub const EVAL_SAMPLES: u64 = 1024;
 
-/// Number of training samples before the first careless one in the example of rewarded completions. A model that learns from
-/// careless samples alone takes long to find the carries.
+/// Number of training samples before the first careless one in the examples that begin with bad habits. A model that learns
+/// from careless samples alone takes long to find the carries.
 const FIRST_CARELESS: u64 = 70_000;
-/// Number of prompts in the example of rewarded completions.
+/// Number of prompts in the examples of rewarded completions and of preferences.
 const ROUND_PROMPTS: u64 = 20_000;
-/// Number of its prompts for evaluation.
+/// Number of their prompts for evaluation.
 const ROUND_EVAL_PROMPTS: u64 = 512;
 const PLUS: u32 = 10;
 const EQUALS: u32 = 11;
@@ -62,19 +63,41 @@ pub fn write_example(folder: &Path, seed: u64) -> Result<(), DataError> {
     Ok(())
 }
 
-/// Writes the data of the example of rewarded completions into `folder`, which has the built-in example of the same `seed`:
-/// `careless.jsonl`, the training samples in order, of which three in five lack all carries from `FIRST_CARELESS` on, and
-/// the prompts `prompts.jsonl` and `held-out.jsonl` with their right answers.
+/// Writes `careless.jsonl` into `folder`, which has the built-in example of the same `seed`: its training samples in order, of
+/// which three in five lack all carries from `FIRST_CARELESS` on.
 ///
 /// # Errors
 /// A file that cannot be written.
-pub fn write_rounds_example(folder: &Path, seed: u64) -> Result<(), DataError> {
+pub fn write_careless_samples(folder: &Path, seed: u64) -> Result<(), DataError> {
     let is_careless = |number: u64| number >= FIRST_CARELESS && splitmix64(splitmix64(seed) ^ number) % 5 < 3;
     let sample = |(number, problem): (u64, u64)| sample_line(problem, !is_careless(number));
     let samples = || (0..).zip(problems(seed, false, TRAIN_SAMPLES)).map(sample);
-    write_lines_if_changed(&folder.join("careless.jsonl"), samples)?;
+    write_lines_if_changed(&folder.join("careless.jsonl"), samples)
+}
+
+/// Writes the prompts of the example of rewarded completions into `folder`: `prompts.jsonl`, and `held-out.jsonl` for
+/// evaluation, both with right answers.
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn write_prompts(folder: &Path, seed: u64) -> Result<(), DataError> {
     write_lines_if_changed(&folder.join("prompts.jsonl"), || problems(seed, false, ROUND_PROMPTS).map(prompt_line))?;
     write_lines_if_changed(&folder.join("held-out.jsonl"), || problems(seed, true, ROUND_EVAL_PROMPTS).map(prompt_line))
+}
+
+/// Writes the pairs of the example of preferences into `folder`: `pairs.jsonl`, and `held-out-pairs.jsonl` for evaluation. The
+/// right answer is chosen, and the one without carries rejected.
+///
+/// # Errors
+/// A file that cannot be written.
+pub fn write_pairs(folder: &Path, seed: u64) -> Result<(), DataError> {
+    for (name, eval, count) in
+        [("pairs.jsonl", false, ROUND_PROMPTS), ("held-out-pairs.jsonl", true, ROUND_EVAL_PROMPTS)]
+    {
+        let pairs = || problems(seed, eval, count).filter_map(pair_line);
+        write_lines_if_changed(&folder.join(name), pairs)?;
+    }
+    Ok(())
 }
 
 /// Returns the numbers of `count` problems, for evaluation if `eval`, else for training.
@@ -97,9 +120,25 @@ fn sample_line(problem: u64, carries: bool) -> String {
 
 /// Returns a prompt with its answer as a line of JSON.
 fn prompt_line(problem: u64) -> String {
-    let (a, b) = (problem / 1000, problem % 1000);
-    let answer: String = format!("{:04}", a + b).chars().rev().collect();
-    serde_json::json!({ "prompt": format!("{a:03}+{b:03}="), "answer": answer }).to_string()
+    serde_json::json!({ "prompt": prompt(problem), "answer": answer(problem, true) }).to_string()
+}
+
+/// Returns a prompt with its right answer and the one without carries as a line of JSON; `None` if both are the same.
+fn pair_line(problem: u64) -> Option<String> {
+    let [chosen, rejected] = [true, false].map(|carries| answer(problem, carries));
+    let pair = || serde_json::json!({ "prompt": prompt(problem), "chosen": chosen, "rejected": rejected }).to_string();
+    (chosen != rejected).then(pair)
+}
+
+/// Returns the question of a problem as text.
+fn prompt(problem: u64) -> String {
+    format!("{:03}+{:03}=", problem / 1000, problem % 1000)
+}
+
+/// Returns the answer to a problem as text, with or without the carries of the sum.
+fn answer(problem: u64, carries: bool) -> String {
+    let (ids, _) = encode_problem(problem, carries);
+    ids[8..12].iter().map(u32::to_string).collect()
 }
 
 /// Returns whether the problem a + b, numbered a · 1000 + b, is held out for evaluation. About one in fifty is.
@@ -318,10 +357,14 @@ mod tests {
     fn careless_answers_lack_carries() {
         let folder = tempfile::tempdir().unwrap();
         write_example(folder.path(), 1).unwrap();
-        write_rounds_example(folder.path(), 1).unwrap();
+        write_careless_samples(folder.path(), 1).unwrap();
+        write_prompts(folder.path(), 1).unwrap();
+        write_pairs(folder.path(), 1).unwrap();
         assert_eq!(encode_problem(347_085, true).0[8..], [2, 3, 4, 0, END_TOKEN]);
         assert_eq!(encode_problem(347_085, false).0[8..], [2, 2, 3, 0, END_TOKEN]);
         assert_eq!(prompt_line(347_085), r#"{"prompt":"347+085=","answer":"2340"}"#);
+        let pair = r#"{"prompt":"347+085=","chosen":"2340","rejected":"2230"}"#;
+        assert_eq!((pair_line(347_085).as_deref(), pair_line(111_222)), (Some(pair), None));
         let lines = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
         let (careful, careless) = (lines("train.jsonl"), lines("careless.jsonl"));
         let pairs: Vec<(&str, &str)> = careful.lines().zip(careless.lines()).collect();
@@ -330,7 +373,9 @@ mod tests {
         assert!(before.iter().all(|(one, other)| one == other));
         // Three in five of 30,000, of which about one in six needs no carry.
         assert!((13_500..16_500).contains(&different), "{different}");
-        let trained: Vec<String> = lines("prompts.jsonl").lines().map(str::to_owned).collect();
-        assert!(lines("held-out.jsonl").lines().all(|line| !trained.iter().any(|other| other == line)));
+        for (trained, held_out) in [("prompts.jsonl", "held-out.jsonl"), ("pairs.jsonl", "held-out-pairs.jsonl")] {
+            let trained: Vec<String> = lines(trained).lines().map(str::to_owned).collect();
+            assert!(lines(held_out).lines().all(|line| !trained.iter().any(|other| other == line)));
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Text generation on one device: prompts and new tokens go into the key-value cache, and logits come out.
 
 use super::Engine;
-use super::tensors::GenerationTensors;
+use super::tensors::{CopyTensors, GenerationTensors};
 use bytemuck::cast_slice;
 use plimsoll_device::cpu::executor::read_real_values;
 use plimsoll_device::error::DeviceError;
@@ -9,6 +9,7 @@ use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder::PART_TOKENS;
 use plimsoll_program::scalars::Scalar;
 use std::iter::repeat;
+use std::ops::Range;
 
 /// Tokens of a prompt, to be appended to a slot of the key-value cache.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +20,17 @@ pub struct SlotTokens<'a> {
     pub tokens: &'a [i32],
     /// Number of tokens that the slot holds before.
     pub length: usize,
+}
+
+/// Tokens that are in one slot of the key-value cache, to be copied to the same positions of another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SlotCopy {
+    /// Slot that holds the tokens.
+    pub from: usize,
+    /// Slot that receives them.
+    pub to: usize,
+    /// Positions of the tokens.
+    pub positions: Range<usize>,
 }
 
 impl<'a> SlotTokens<'a> {
@@ -80,6 +92,32 @@ impl Engine {
         let part = if self.slots() == 1 { chunk } else { PART_TOKENS as usize };
         let parts: Vec<SlotTokens> = prompts.iter().flat_map(|prompt| prompt.parts(part)).collect();
         parts.chunks(chunk / part).try_for_each(|parts| self.run_chunk(parts, part))
+    }
+
+    /// Copies tokens between slots of the key-value cache. No slot is copied from and copied to.
+    ///
+    /// # Panics
+    /// If the plan generates no text, or a single sequence.
+    pub fn copy_slots(&mut self, copies: &[SlotCopy]) -> Result<(), DeviceError> {
+        let CopyTensors { from, to, rows } = self.tensors.copy_prefix.expect("the plan generates several sequences");
+        let capacity = self.capacity();
+        let place = |slot: usize, position: usize| (slot * capacity + position) as i32;
+        let pairs = copies.iter().flat_map(|copy| {
+            copy.positions.clone().map(|position| (place(copy.from, position), place(copy.to, position)))
+        });
+        let pairs: Vec<(i32, i32)> = pairs.collect();
+        for pairs in pairs.chunks(rows) {
+            // A negative place fills the rest.
+            let filled = pairs.iter().chain(repeat(&(0, -1))).take(rows).copied();
+            let (sources, targets): (Vec<i32>, Vec<i32>) = filled.unzip();
+            for (tensor, values) in [(from, &sources), (to, &targets)] {
+                if let Some(tensor) = tensor {
+                    self.device.write(tensor, 0, cast_slice(values));
+                }
+            }
+            self.run(ProgramKind::CopyPrefix)?;
+        }
+        Ok(())
     }
 
     /// Appends one token to each slot of the key-value cache. `lengths` are the tokens that the slots hold before.

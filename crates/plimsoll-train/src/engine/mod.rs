@@ -24,7 +24,8 @@ pub mod tensor_files;
 mod tensors;
 
 pub use evaluation::EvaluationSums;
-pub use generation::SlotTokens;
+pub use generation::{SlotCopy, SlotTokens};
+pub use score::ScoredWeights;
 
 use crate::data::Rows;
 use crate::fault_injection::FaultInjection;
@@ -114,7 +115,8 @@ pub struct Engine {
 const UPDATE_DONE: u32 = u32::MAX;
 
 /// The Programs that an injected slowdown affects.
-const SLOWED_PROGRAMS: [ProgramKind; 3] = [ProgramKind::Score, ProgramKind::Forward, ProgramKind::Backward];
+const SLOWED_PROGRAMS: [ProgramKind; 4] =
+    [ProgramKind::Score, ProgramKind::Reference, ProgramKind::Forward, ProgramKind::Backward];
 
 /// Compute time of one worker in one step, from the start of the step to the gradient norm. Excludes the update and
 /// waits for other workers.

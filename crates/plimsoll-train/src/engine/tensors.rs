@@ -37,6 +37,15 @@ pub(super) struct GenerationTensors {
     pub(super) chunk: usize,
 }
 
+/// Input tensors of the Program [`ProgramKind::CopyPrefix`]. A storage-only worker has neither.
+#[derive(Clone, Copy)]
+pub(super) struct CopyTensors {
+    pub(super) from: Option<TensorId>,
+    pub(super) to: Option<TensorId>,
+    /// Number of tokens that are copied in one call.
+    pub(super) rows: usize,
+}
+
 /// Tensors and sizes of a `ProgramSet` that the engine needs at run time.
 pub(super) struct TensorTable {
     pub(super) scalars: TensorId,
@@ -51,8 +60,12 @@ pub(super) struct TensorTable {
     /// Inputs of a score, and the output tensor with log-probabilities. The outer `None` means that the plan computes no
     /// scores, the inner `None` that this device does not compute the loss.
     pub(super) score: Option<(BatchInputs, Option<TensorId>)>,
+    /// The same for scores under the initial weights.
+    pub(super) reference: Option<(BatchInputs, Option<TensorId>)>,
     pub(super) prefill: Option<GenerationTensors>,
     pub(super) decode: Option<GenerationTensors>,
+    /// Places from which and to which tokens are copied within the key-value cache; `None` with a single slot.
+    pub(super) copy_prefix: Option<CopyTensors>,
     /// Number of sequences that are generated at once, each with a slot of the key-value cache; 0 without generation.
     pub(super) slots: usize,
     /// Number of tokens that a slot of the key-value cache can hold.
@@ -73,8 +86,10 @@ impl TensorTable {
             in_flight: 1,
             evaluate: None,
             score: None,
+            reference: None,
             prefill: None,
             decode: None,
+            copy_prefix: None,
             slots: 0,
             capacity: 0,
             op_counts: HashMap::new(),
@@ -100,8 +115,10 @@ impl TensorTable {
             train,
             evaluate: with_output(ProgramKind::Evaluate, "correct"),
             score: with_output(ProgramKind::Score, "log_probabilities"),
+            reference: with_output(ProgramKind::Reference, "log_probabilities"),
             prefill: GenerationTensors::of(set, ProgramKind::Prefill),
             decode,
+            copy_prefix: CopyTensors::of(set),
             slots,
             capacity: cached / slots.max(1),
             op_counts: set.programs.iter().map(|program| (program.kind, program.op_count() as u32)).collect(),
@@ -149,6 +166,18 @@ impl GenerationTensors {
             places: listed_tensor(set, &program.inputs, &format!("{kind}.places")),
             logits: listed_tensor(set, &program.outputs, &format!("{kind}.logits")),
             chunk: set.tensor(find_tensor(set, &format!("{kind}.positions"))).elements() as usize,
+        })
+    }
+}
+
+impl CopyTensors {
+    /// Looks up the tensors of the Program [`ProgramKind::CopyPrefix`]; `None` if `set` has none.
+    fn of(set: &ProgramSet) -> Option<CopyTensors> {
+        let kind = ProgramKind::CopyPrefix;
+        set.program(kind).map(|program| CopyTensors {
+            from: listed_tensor(set, &program.inputs, &format!("{kind}.from")),
+            to: listed_tensor(set, &program.inputs, &format!("{kind}.to")),
+            rows: set.tensor(find_tensor(set, &format!("{kind}.to"))).elements() as usize,
         })
     }
 }

@@ -15,7 +15,7 @@ use plimsoll_program::ProgramKind;
 
 /// Names that `--inject-oom` and `--inject-loss` know as `PROGRAM`: Programs, the opening of a device, and the switch
 /// to another plan.
-pub const PROGRAMS: [&str; 17] = [
+pub const PROGRAMS: [&str; 19] = [
     OPEN,
     ProgramKind::Load.name(),
     ProgramKind::InitOptimizer.name(),
@@ -26,7 +26,9 @@ pub const PROGRAMS: [&str; 17] = [
     ProgramKind::Update.name(),
     ProgramKind::Evaluate.name(),
     ProgramKind::Score.name(),
+    ProgramKind::Reference.name(),
     ProgramKind::Prefill.name(),
+    ProgramKind::CopyPrefix.name(),
     ProgramKind::Decode.name(),
     ProgramKind::Save.name(),
     ProgramKind::Checkpoint.name(),

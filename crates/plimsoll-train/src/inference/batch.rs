@@ -4,11 +4,13 @@
 //! several of them at once. A call of the decode Program computes one token of each slot. An answer depends on neither
 //! the slot nor the other sequences: no row of a product depends on other rows, and each sequence has random draws of its
 //! own.
+//!
+//! First tokens that prompts have in common are computed once, and copied between slots.
 
 use super::decoding::{Decoding, EndReason};
 use super::sampling::Sampling;
 use crate::engine::failure::DeviceFailure;
-use crate::engine::{Engine, SlotTokens};
+use crate::engine::{Engine, SlotCopy, SlotTokens};
 use plimsoll_core::Failure;
 use std::ops::ControlFlow;
 
@@ -28,6 +30,12 @@ pub trait SlotDecoder {
     /// # Errors
     /// A device that fails.
     fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceFailure>;
+
+    /// Copies tokens between slots. No slot is copied from and copied to.
+    ///
+    /// # Errors
+    /// A device that fails.
+    fn copy_slots(&mut self, copies: &[SlotCopy]) -> Result<(), DeviceFailure>;
 
     /// Appends one of `tokens` to each slot. `lengths` are the numbers of tokens that the slots hold before.
     ///
@@ -53,6 +61,10 @@ impl SlotDecoder for Engine {
 
     fn append(&mut self, prompts: &[SlotTokens]) -> Result<(), DeviceFailure> {
         Ok(Engine::append(self, prompts)?)
+    }
+
+    fn copy_slots(&mut self, copies: &[SlotCopy]) -> Result<(), DeviceFailure> {
+        Ok(Engine::copy_slots(self, copies)?)
     }
 
     fn decode(&mut self, tokens: &[i32], lengths: &[usize]) -> Result<(), DeviceFailure> {
@@ -157,7 +169,14 @@ pub fn answer_batch<D: SlotDecoder, L: BatchListener>(
     }
 }
 
-impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
+/// A prompt that begins in a slot.
+struct NewPrompt<'a> {
+    slot: usize,
+    /// The tokens that the prefill Program processes: all but the last one, which gives the logits of the next token.
+    tokens: &'a [i32],
+}
+
+impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
     /// Begins answers in the free slots.
     fn fill(&mut self) -> Result<(), DeviceFailure> {
         let last_waiting = self.first_open + WAITING_PER_SLOT * self.slots.len();
@@ -168,15 +187,45 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
             }
             let (prompt, BatchPrompt { tokens, max_new_tokens, seed }) = (self.next, self.prompts[self.next]);
             self.next += 1;
-            // The decode Program processes the last token, which gives the logits of the next one.
             let (_, before) = tokens.split_last().expect("prompts have tokens");
-            let kept = slot.cached.iter().zip(before).take_while(|(cached, token)| cached == token).count();
-            new.push(SlotTokens { slot: number, tokens: &before[kept..], length: kept });
-            slot.cached = before.to_vec();
+            new.push(NewPrompt { slot: number, tokens: before });
             slot.sequence =
                 Some(Sequence { prompt, given: tokens.len(), max_new_tokens, seed, context: tokens.to_vec() });
         }
-        self.decoder.append(&new)
+        // A prompt that repeats an earlier one copies it.
+        let is_first = |at: usize| new[..at].iter().all(|earlier| earlier.tokens != new[at].tokens);
+        let (first, repeated): (Vec<usize>, Vec<usize>) = (0..new.len()).partition(|&at| is_first(at));
+        for numbers in [first, repeated] {
+            self.begin(&numbers.iter().map(|&at| &new[at]).collect::<Vec<_>>())?;
+        }
+        Ok(())
+    }
+
+    /// Fills the slots of new prompts. The longest beginning that a slot holds is copied, the rest computed.
+    fn begin(&mut self, new: &[&NewPrompt<'a>]) -> Result<(), DeviceFailure> {
+        let (mut copies, mut appended) = (Vec::new(), Vec::new());
+        let is_replaced = |slot: usize| new.iter().any(|prompt| prompt.slot == slot);
+        for &&NewPrompt { slot, tokens } in new {
+            let kept = common_length(&self.slots[slot].cached, tokens);
+            let others = (0..self.slots.len()).filter(|other| !is_replaced(*other));
+            let lengths = others.map(|other| (common_length(&self.slots[other].cached, tokens), other));
+            // Of equal lengths, the first.
+            let longest = lengths.max_by_key(|(length, other)| (*length, usize::MAX - other));
+            let mut length = kept;
+            if let Some((copied, from)) = longest.filter(|(copied, _)| *copied > kept) {
+                copies.push(SlotCopy { from, to: slot, positions: kept..copied });
+                length = copied;
+            }
+            appended.push(SlotTokens { slot, tokens: &tokens[length..], length });
+        }
+        if !copies.is_empty() {
+            self.decoder.copy_slots(&copies)?;
+        }
+        self.decoder.append(&appended)?;
+        for prompt in new {
+            self.slots[prompt.slot].cached = prompt.tokens.to_vec();
+        }
+        Ok(())
     }
 
     /// Generates the next token of all sequences.
@@ -239,6 +288,11 @@ impl<D: SlotDecoder, L: BatchListener> Batch<'_, D, L> {
     }
 }
 
+/// Returns the number of first tokens that two lists have in common.
+fn common_length(one: &[i32], other: &[i32]) -> usize {
+    one.iter().zip(other).take_while(|(one, other)| one == other).count()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,12 +303,13 @@ mod tests {
     struct SumModel {
         slots: Vec<Vec<i32>>,
         prefilled: usize,
+        copied: usize,
         decodes: usize,
     }
 
     impl SumModel {
         fn new(slots: usize) -> SumModel {
-            SumModel { slots: vec![Vec::new(); slots], prefilled: 0, decodes: 0 }
+            SumModel { slots: vec![Vec::new(); slots], prefilled: 0, copied: 0, decodes: 0 }
         }
 
         fn next(&self, slot: usize) -> Vec<f64> {
@@ -283,6 +338,16 @@ mod tests {
             for prompt in prompts {
                 self.prefilled += prompt.tokens.len();
                 self.put(prompt.slot, prompt.tokens, prompt.length);
+            }
+            Ok(())
+        }
+
+        fn copy_slots(&mut self, copies: &[SlotCopy]) -> Result<(), DeviceFailure> {
+            assert!(copies.iter().all(|one| copies.iter().all(|other| one.from != other.to)));
+            for SlotCopy { from, to, positions } in copies {
+                self.copied += positions.len();
+                let tokens = self.slots[*from][positions.clone()].to_vec();
+                self.put(*to, &tokens, positions.start);
             }
             Ok(())
         }
@@ -374,6 +439,23 @@ mod tests {
         let prompts = [(vec![1, 2, 3, 4], 2), (vec![1, 2, 3, 5], 2), (vec![1, 2, 3, 5], 2)];
         answer(&mut model, &Sampling::GREEDY, &prompts);
         assert_eq!(model.prefilled, 3, "the prompts after the first have nothing new before their last token");
+    }
+
+    #[test]
+    fn repeated_prompts_are_computed_once() {
+        let mut model = SumModel::new(6);
+        // Groups of three, which begin alike.
+        let group = |last: i32| vec![(vec![1, 2, 3, 4, last, 1], 4); 3];
+        let prompts: Vec<_> = (5..9).flat_map(group).collect();
+        let found = answer(&mut model, &Sampling::GREEDY, &prompts).ended;
+        // Those that begin at once are computed before any can be copied; those that follow have a beginning to keep.
+        assert_eq!(model.prefilled, 2 * 5 + 2);
+        assert!(model.copied >= 2 * 2 * 5, "{}", model.copied);
+        let mut alone = answer(&mut SumModel::new(1), &Sampling::GREEDY, &prompts).ended;
+        let mut together = found;
+        together.sort_by_key(|(prompt, ..)| *prompt);
+        alone.sort_by_key(|(prompt, ..)| *prompt);
+        assert_eq!(together, alone);
     }
 
     #[test]

@@ -84,28 +84,26 @@ impl Sampling {
             order.sort_unstable_by(by_logit);
         }
         let weight = |i: usize| ((logits[i] - logits[best]) / self.temperature).exp();
-        let total: f64 = order.iter().map(|&i| weight(i)).sum();
+        let mut weights: Vec<f64> = order.iter().map(|&i| weight(i)).collect();
         if self.top_p < 1.0 {
-            let mut share = 0.0;
-            let last_kept = order.iter().position(|&i| {
-                share += weight(i) / total;
+            let (total, mut share) = (weights.iter().sum::<f64>(), 0.0);
+            let last_kept = weights.iter().position(|weight| {
+                share += weight / total;
                 share >= self.top_p
             });
-            order.truncate(last_kept.map_or(order.len(), |last| last + 1));
+            weights.truncate(last_kept.map_or(weights.len(), |last| last + 1));
         }
         if self.min_p > 0.0 {
             // The most likely token has the weight 1.
-            order.truncate(order.partition_point(|&i| weight(i) >= self.min_p).max(1));
+            weights.truncate(weights.partition_point(|weight| *weight >= self.min_p).max(1));
         }
-        let total: f64 = order.iter().map(|&i| weight(i)).sum();
+        let total: f64 = weights.iter().sum();
         let mut remaining = uniform(self.seed, context.len() as u64) * total;
-        for &i in &order {
-            remaining -= weight(i);
-            if remaining < 0.0 {
-                return i;
-            }
-        }
-        *order.last().unwrap_or(&best)
+        let drawn = weights.iter().position(|weight| {
+            remaining -= weight;
+            remaining < 0.0
+        });
+        order[drawn.unwrap_or(weights.len() - 1)]
     }
 
     /// Changes the logits of the tokens of `context`, each once.
@@ -164,6 +162,81 @@ mod tests {
         assert_eq!(drawn(Sampling { min_p: 0.2, ..base }), [1, 2].into());
         assert_eq!(drawn(Sampling { min_p: 0.1, ..base }), [0, 1, 2].into());
         assert_eq!(drawn(Sampling::GREEDY), [1].into());
+    }
+
+    /// Returns the exact probability of each token after `context`, straight from the definition of each rule.
+    fn probabilities(sampling: &Sampling, logits: &[f64], context: &[i32]) -> Vec<f64> {
+        let penalized = |(id, &logit): (usize, &f64)| match context.contains(&(id as i32)) {
+            true if logit > 0.0 => logit / sampling.repetition_penalty,
+            true => logit * sampling.repetition_penalty,
+            false => logit,
+        };
+        let mut weights: Vec<f64> =
+            logits.iter().enumerate().map(penalized).map(|logit| (logit / sampling.temperature).exp()).collect();
+        let keep = |weights: &mut Vec<f64>, is_kept: &dyn Fn(f64) -> bool| {
+            let sum: f64 = weights.iter().filter(|weight| is_kept(**weight)).sum();
+            weights.iter_mut().for_each(|weight| *weight = if is_kept(*weight) { *weight / sum } else { 0.0 });
+        };
+        let descending = |weights: &[f64]| {
+            let mut sorted = weights.to_vec();
+            sorted.sort_by(|a, b| b.total_cmp(a));
+            sorted
+        };
+        keep(&mut weights, &|_| true);
+        if sampling.top_k > 0 {
+            let least = descending(&weights)[sampling.top_k.min(weights.len()) - 1];
+            keep(&mut weights, &|weight| weight >= least);
+        }
+        let (mut sum, mut least) = (0.0, 0.0);
+        for weight in descending(&weights) {
+            if sum < sampling.top_p {
+                least = weight;
+            }
+            sum += weight;
+        }
+        keep(&mut weights, &|weight| weight >= least);
+        let largest = descending(&weights)[0];
+        keep(&mut weights, &|weight| weight >= sampling.min_p * largest);
+        weights
+    }
+
+    #[test]
+    fn draws_have_their_exact_probabilities() {
+        let draws = 4000;
+        for number in 0..200u64 {
+            let random = |place: u64| uniform(number, place);
+            let count = 3 + number % 38;
+            let logits: Vec<f64> = (0..count).map(|id| 8.0 * random(100 + id) - 4.0).collect();
+            let sampling = Sampling {
+                temperature: 0.3 + 1.5 * random(0),
+                top_k: if random(1) < 0.5 { (random(2) * count as f64) as usize } else { 0 },
+                top_p: if random(3) < 0.5 { 0.3 + 0.7 * random(4) } else { 1.0 },
+                min_p: if random(5) < 0.3 { 0.3 * random(6) } else { 0.0 },
+                repetition_penalty: if random(7) < 0.3 { 1.0 + random(8) } else { 1.0 },
+                seed: number,
+            };
+            let mut counts = vec![0.0; count as usize];
+            for length in 1..=draws {
+                counts[sampling.choose(&mut logits.clone(), &vec![1; length])] += 1.0;
+            }
+            let probabilities = probabilities(&sampling, &logits, &[1]);
+            assert!(counts.iter().zip(&probabilities).all(|(count, share)| *share > 0.0 || *count == 0.0), "{number}");
+            // Tokens that few draws are expected to take count as one class.
+            let expected = probabilities.iter().map(|share| share * draws as f64);
+            let (rare, common): (Vec<_>, Vec<_>) =
+                counts.iter().zip(expected).partition(|(_, expected)| *expected < 10.0);
+            let rare = rare.iter().fold((0.0, 0.0), |sums, (count, expected)| (sums.0 + **count, sums.1 + expected));
+            let classes = common.iter().map(|(count, expected)| (**count, *expected)).chain([rare]);
+            let classes: Vec<(f64, f64)> = classes.filter(|(_, expected)| *expected > 1.0).collect();
+            let statistic: f64 = classes.iter().map(|(count, expected)| (count - expected).powi(2) / expected).sum();
+            let freedom = classes.len() as f64 - 1.0;
+            if freedom > 0.0 {
+                // The cube root of chi-square is nearly normal (Wilson and Hilferty).
+                let spread = 2.0 / (9.0 * freedom);
+                let deviations = ((statistic / freedom).cbrt() - (1.0 - spread)) / spread.sqrt();
+                assert!(deviations < 4.5, "{number}: chi-square {statistic} with {freedom} degrees of freedom");
+            }
+        }
     }
 
     #[test]

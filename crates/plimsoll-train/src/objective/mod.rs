@@ -6,8 +6,10 @@
 //! | `groups` | the loss of groups of completions (GRPO), with its derivative with respect to the log-probabilities of tokens |
 //! | `rounds` | the completions of a round, with their rewards |
 //! | `round_loss` | the loss of a step over them, with its figures |
+//! | `alarms` | signs that a run over completions no longer learns |
 //! | `reference` | log-probabilities under the initial weights |
 
+mod alarms;
 mod groups;
 mod pairs;
 mod reference;
@@ -33,12 +35,13 @@ pub(crate) struct References {
     pub eval: Option<ReferenceScores>,
 }
 
-/// Returns whether the objective of a run compares the current weights with the initial ones.
+/// Returns whether a run computes the log-probabilities of its data under the initial weights before the first step.
+/// Completions that it samples have theirs in the round.
 pub(crate) fn needs_reference(run: &RunConfig) -> bool {
     match run.train.objective {
         Objective::Supervised => false,
         Objective::Dpo => !run.dpo.reference_free,
-        Objective::Grpo => run.grpo.beta > 0.0,
+        Objective::Grpo => run.grpo.beta > 0.0 && !run.samples_completions(),
     }
 }
 

@@ -113,6 +113,7 @@ mod tests {
             completion_ids: completion.to_vec(),
             rewards: vec![Some(reward)],
             old_logps: None,
+            reference_logps: None,
             sampling_logps: None,
             entropy: None,
         }

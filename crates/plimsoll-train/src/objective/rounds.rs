@@ -3,6 +3,7 @@
 //! A file has the format `rollouts`, one line for each completion, and further keys. A run that continues within a round, or
 //! returns to it, uses the completions of its file.
 
+use super::alarms::Alarms;
 use crate::config::{GrpoSection, RunConfig};
 use crate::files::atomic;
 use crate::planning::completions::CompletionSource;
@@ -35,6 +36,10 @@ pub(crate) struct Sample {
     /// Log-probability of each token at the first step of the round; `None` if the loss needs none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub old_logps: Option<Vec<f64>>,
+    /// Log-probability of each token under the initial weights of the run; `None` without KL penalty, and for completions of
+    /// a file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference_logps: Option<Vec<f64>>,
     /// Log-probability of each token as the sampler computed it; `None` for completions of a file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sampling_logps: Option<Vec<f64>>,
@@ -55,13 +60,16 @@ pub(crate) struct Rounds {
     pub files: RoundFiles,
     /// Figures of the newest steps, with their step, for the result.
     pub figures: VecDeque<(u64, RoundFigures)>,
+    /// Signs in the newest figures that the run no longer learns.
+    pub alarms: Alarms,
 }
 
 impl Rounds {
     /// Creates the rounds of a run.
     pub fn new(run: &RunConfig, source: CompletionSource, run_folder: &Path) -> Rounds {
         let files = RoundFiles { folder: run_folder.join(FOLDER) };
-        Rounds { settings: run.grpo.clone(), source, current: None, files, figures: VecDeque::new() }
+        let (settings, figures, alarms) = (run.grpo.clone(), VecDeque::new(), Alarms::default());
+        Rounds { settings, source, current: None, files, figures, alarms }
     }
 
     /// Returns the figures of the newest steps.
@@ -166,6 +174,7 @@ mod tests {
             completion_ids: vec![token],
             rewards: vec![Some(0.1), None],
             old_logps: Some(vec![-0.1]),
+            reference_logps: None,
             sampling_logps: None,
             entropy: Some(0.1 + 0.2),
         }

@@ -15,7 +15,7 @@ use plimsoll_plan::device_request::DevicesRequest;
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanRequest, with_lossy};
 use plimsoll_plan::team::{EvaluationSchedule, TeamConstraint, TeamRequest};
 use plimsoll_program::Share;
-use plimsoll_program::models::decoder::{self, Base, Generation, Lora, WeightSource};
+use plimsoll_program::models::decoder::{self, Base, Generation, Lora, Scores, WeightSource};
 use plimsoll_program::models::{ModelConfig, check_supported};
 use plimsoll_program::workspace::Kernels;
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ pub(crate) fn plan_request<'a>(
         source: model.source(run),
         optimizer: train.then(|| optimizer(run)),
         evaluate: work == Workload::Evaluate || train && evaluates,
-        score: train && run.has_score(),
+        scores: if train { run.scores() } else { Scores::None },
         temperature: if run.train.objective == Objective::Grpo { run.grpo.temperature } else { 1.0 },
         generation: match work {
             Workload::Train => sample_generation(run, model),

@@ -27,6 +27,7 @@ use plimsoll_core::{Bytes, DeviceKind, DeviceSpec, Event, Exit, Failure};
 use plimsoll_device::process::{self, SchedulerTimes};
 use plimsoll_plan::price::required_gemm_flops;
 use plimsoll_program::ProgramKind;
+use plimsoll_program::models::decoder::Scores;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -215,13 +216,14 @@ impl Session {
         Ok(())
     }
 
-    /// Loads weights and optimizer state from a checkpoint, or initializes them without one. A LoRA run always reads
-    /// its frozen base weights from the model.
+    /// Loads weights and optimizer state from a checkpoint, or initializes them without one. The frozen weights of a LoRA run
+    /// and copies of initial weights always come from the model.
     pub(crate) fn load_state(&mut self, checkpoint: Option<&Arc<Checkpoint>>) -> Result<(), DeviceFailure> {
         let (model, run) = (Arc::clone(&self.context.resolved.model), self.context.run.clone());
-        let (checkpoint, frozen) = (checkpoint.cloned(), run.train.method == Method::Lora);
+        let has_frozen = run.train.method == Method::Lora || run.scores() == Scores::PresentAndInitial;
+        let checkpoint = checkpoint.cloned();
         self.team.on_all(move |_, engine| {
-            if checkpoint.is_none() || frozen {
+            if checkpoint.is_none() || has_frozen {
                 load_weights(engine, &model, &run)?;
             }
             match &checkpoint {

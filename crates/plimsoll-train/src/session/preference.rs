@@ -7,6 +7,7 @@
 
 use crate::data::{Batch, Dataset, Rows, SourceRow};
 use crate::engine::EvaluationSums;
+use crate::engine::ScoredWeights;
 use crate::events::EventLog;
 use crate::objective::{PreferenceSums, WeightedLoss, pair_losses};
 use crate::session::interrupt::StepInterrupt;
@@ -24,7 +25,8 @@ impl Session {
     ) -> Result<WeightedLoss, StepInterrupt> {
         // Empty rows that fill micro-batches follow.
         let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.labelled_tokens);
-        let scores = self.run_with_recovery(log, |session| session.team.score(&mut batch.rows))?;
+        let scores =
+            self.run_with_recovery(log, |session| session.team.score(&mut batch.rows, ScoredWeights::Present))?;
         let reference = read_reference(self.references.train.as_ref(), &batch.sources)?;
         let losses = pair_losses(&self.context.run.dpo, &batch.rows, &scores, &reference);
         let mut sums = PreferenceSums::default();
@@ -57,7 +59,8 @@ impl Session {
             let numbers = first..(first + batch).min(data.rows());
             data.read(numbers.clone(), &mut rows)?;
             tokens += rows.labelled_tokens();
-            let scores = self.run_with_recovery(log, |session| session.team.score(&mut rows))?;
+            let scores =
+                self.run_with_recovery(log, |session| session.team.score(&mut rows, ScoredWeights::Present))?;
             let numbered: Vec<SourceRow> = numbers.map(|row| SourceRow { source: 0, row }).collect();
             let reference = read_reference(self.references.eval.as_ref(), &numbered)?;
             let losses = pair_losses(&self.context.run.dpo, &rows, &scores, &reference);

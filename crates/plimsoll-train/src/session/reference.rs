@@ -4,6 +4,7 @@
 
 use crate::config::Objective;
 use crate::data::{Dataset, Rows, SourceRow};
+use crate::engine::ScoredWeights;
 use crate::events::EventLog;
 use crate::objective::{ReferenceScores, fingerprint, needs_reference};
 use crate::session::checkpoint;
@@ -134,7 +135,8 @@ impl Session {
                     _ => data.read(rows.iter().copied(), &mut buffer)?,
                 }
                 let begin = Instant::now();
-                let found = self.run_with_recovery(log, |session| session.team.score(&mut buffer))?;
+                let found =
+                    self.run_with_recovery(log, |session| session.team.score(&mut buffer, ScoredWeights::Present))?;
                 thread::sleep(begin.elapsed().mul_f64(1.0 / self.context.cpu_duty - 1.0));
                 for (index, &row) in rows.iter().enumerate() {
                     let values = match self.context.run.train.objective {

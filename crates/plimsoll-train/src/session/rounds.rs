@@ -2,7 +2,8 @@
 //!
 //! 1. The completions of the round, with their rewards: those of a file, or those that the model samples.
 //! 2. `objective::groups` computes advantages, the loss, and its derivative with respect to the log-probability of each token.
-//!    Unless all ratios are 1 and there is no KL penalty, `Team::score` computes the log-probabilities first.
+//!    Unless all ratios are 1 and there is no KL penalty, `Team::score` computes the log-probabilities first. For the KL
+//!    penalty of sampled completions, it also computes those under the initial weights, once in a round.
 //! 3. The ordinary passes run with minus this derivative as loss weights. Their gradient is that of the objective.
 //!
 //! A round that is sampled is complete in its file before the first update. A run that continues within it, or returns to it,
@@ -10,6 +11,7 @@
 //! round only, so a round that is sampled again is the same.
 
 use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, Tokenizer, splitmix64};
+use crate::engine::ScoredWeights;
 use crate::events::EventLog;
 use crate::inference::completions::{CompletionRequest, SampledCompletion};
 use crate::inference::sampling::Sampling;
@@ -20,6 +22,7 @@ use crate::session::interrupt::StepInterrupt;
 use crate::session::reference::read_reference;
 use crate::session::training::Session;
 use plimsoll_core::{EvalResult, Event, Failure, RoundFigures, RoundSeconds};
+use plimsoll_program::models::decoder::Scores;
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -41,23 +44,33 @@ impl Session {
         let mut seconds = RoundSeconds::default();
         let mut samples = self.begin_round(batch, &mut seconds, log, stop)?;
         let (tokens, labelled_tokens) = (batch.rows.tokens.len() as u64, batch.rows.labelled_tokens());
-        let begin = Instant::now();
-        let rows = &mut batch.rows;
-        let has_score = self.context.run.has_score();
-        let scores = has_score.then(|| self.run_with_recovery(log, |session| session.team.score(rows))).transpose()?;
-        let values = |scores: Vec<f64>| (0..rows.len()).map(|row| rows.labelled_values(row, &scores)).collect();
-        let policy: Option<Vec<Vec<f64>>> = scores.map(values);
-        seconds.score = begin.elapsed().as_secs_f64();
-        let rounds = self.rounds.as_mut().expect("the objective has rounds");
-        let round = rounds.round_of(self.current_step);
-        if let Some(policy) = &policy
-            && rounds.settings.num_iterations > 1
+        let run = &self.context.run;
+        let (scores, iterates) = (run.scores(), run.grpo.num_iterations > 1);
+        let mut policy = None;
+        if scores != Scores::None {
+            policy = Some(self.score_tokens(&mut batch.rows, ScoredWeights::Present, &mut seconds.score, log)?);
+        }
+        let mut is_completed = false;
+        if scores == Scores::PresentAndInitial && samples.iter().any(|sample| sample.reference_logps.is_none()) {
+            let initial = self.score_tokens(&mut batch.rows, ScoredWeights::Initial, &mut seconds.reference, log)?;
+            samples.iter_mut().zip(initial).for_each(|(sample, logps)| sample.reference_logps = Some(logps));
+            is_completed = true;
+        }
+        if let Some(policy) = policy.as_ref().filter(|_| iterates)
             && samples.iter().any(|sample| sample.old_logps.is_none())
         {
             complete_old_logps(&mut samples, policy);
+            is_completed = true;
+        }
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
+        let round = rounds.round_of(self.current_step);
+        if is_completed {
             rounds.files.write(round, &samples)?;
         }
-        let reference = read_reference(self.references.train.as_ref(), &batch.sources)?;
+        let reference = match scores {
+            Scores::PresentAndInitial => samples.iter().filter_map(|sample| sample.reference_logps.clone()).collect(),
+            _ => read_reference(self.references.train.as_ref(), &batch.sources)?,
+        };
         let reference = if reference.len() < samples.len() { vec![Vec::new(); samples.len()] } else { reference };
         let scores = RoundScores { policy: policy.as_deref(), reference: &reference };
         let found = RoundLoss::new(&rounds.settings, &samples, scores, &self.context.resolved.model.config.eos);
@@ -67,6 +80,21 @@ impl Session {
         let event = Event::Round { step: self.current_step, round, figures };
         let sampling_seconds = seconds.generate + seconds.reward;
         Ok(WeightedLoss { loss: found.loss, divisor: 1, tokens, labelled_tokens, sampling_seconds, event })
+    }
+
+    /// Returns the log-probability of each token of each completion in `rows` under these weights. Adds the time to
+    /// `seconds`.
+    fn score_tokens(
+        &mut self,
+        rows: &mut Rows,
+        weights: ScoredWeights,
+        seconds: &mut f64,
+        log: &mut EventLog,
+    ) -> Result<Vec<Vec<f64>>, StepInterrupt> {
+        let begin = Instant::now();
+        let scores = self.run_with_recovery(log, |session| session.team.score(rows, weights))?;
+        *seconds += begin.elapsed().as_secs_f64();
+        Ok((0..rows.len()).map(|row| rows.labelled_values(row, &scores)).collect())
     }
 
     /// Returns the completions of the step in progress, whose rows are then those of `batch`.
@@ -139,6 +167,7 @@ impl Session {
                 completion_ids: completion.tokens,
                 rewards,
                 old_logps: None,
+                reference_logps: None,
                 sampling_logps: Some(completion.logps),
                 entropy: Some(completion.entropy),
             })
@@ -207,13 +236,15 @@ impl Session {
         Ok(())
     }
 
-    /// Keeps the figures of a step for the result.
-    pub(crate) fn record_round(&mut self, figures: RoundFigures) {
-        let Some(Rounds { figures: listed, .. }) = &mut self.rounds else { return };
+    /// Keeps the figures of a step with the gradient norm `norm` for the result. Returns the alarms that they raise.
+    pub(crate) fn record_round(&mut self, figures: RoundFigures, norm: f64) -> Vec<String> {
+        let Some(Rounds { figures: listed, alarms, settings, .. }) = &mut self.rounds else { return Vec::new() };
+        let messages = alarms.observe(&figures, norm, settings);
         if listed.len() == LISTED_MAX {
             listed.pop_front();
         }
         listed.push_back((self.info.step, figures));
+        messages
     }
 }
 

@@ -247,7 +247,7 @@ impl Session {
         self.info.elapsed_seconds += seconds;
         let loss = self.record_step_loss(found.loss, labelled_tokens, log)?;
         if let Some(weighted) = weighted.take() {
-            self.log_weighted_loss(weighted, scored.elapsed().as_secs_f64(), log)?;
+            self.log_weighted_loss(weighted, scored.elapsed().as_secs_f64(), found.norm, log)?;
         }
         log.emit(Event::Step {
             step,
@@ -281,18 +281,21 @@ impl Session {
         }
     }
 
-    /// Logs the figures of a step. `update_seconds` are those of gradients and update.
+    /// Logs the figures of a step with the gradient norm `norm`. `update_seconds` are those of gradients and update.
     fn log_weighted_loss(
         &mut self,
         WeightedLoss { mut event, .. }: WeightedLoss,
         update_seconds: f64,
+        norm: f64,
         log: &mut EventLog,
     ) -> Result<(), Failure> {
+        let mut alarms = Vec::new();
         if let Event::Round { figures, .. } = &mut event {
             figures.seconds.update = update_seconds;
-            self.record_round((**figures).clone());
+            alarms = self.record_round((**figures).clone(), norm);
         }
-        log.emit(event)
+        log.emit(event)?;
+        alarms.into_iter().try_for_each(|message| log.emit(Event::Warning { message }))
     }
 
     /// Returns the memory of each device, for viewers of the run; `None` if it was measured a moment ago.

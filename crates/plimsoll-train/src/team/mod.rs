@@ -26,7 +26,7 @@ pub use worker::{PredictedCompute, Worker};
 
 use crate::data::Rows;
 use crate::engine::failure::DeviceFailure;
-use crate::engine::{Engine, StepInput, StepLoss};
+use crate::engine::{Engine, ScoredWeights, StepInput, StepLoss};
 use crate::fault_injection::{FaultInjection, PendingFault};
 use crate::files::StoredTensor;
 use crate::heartbeat::{HeartbeatMonitor, MonitoredDevice, timeout_message};
@@ -324,19 +324,20 @@ impl Team {
         Ok(losses[0])
     }
 
-    /// Computes the log-probability of each label of `rows`, at most a step's rows, under the present weights. Each worker
-    /// takes the rows that it has in a step. Returns one value for each position, `[R, T]`; 0 for positions without label.
+    /// Computes the log-probability of each label of `rows`, at most a step's rows, under these weights. Each worker takes
+    /// the rows that it has in a step. Returns one value for each position, `[R, T]`; 0 for positions without label.
     ///
     /// # Errors
     /// The failure of a worker; no scores are returned then.
-    pub fn score(&mut self, rows: &mut Rows) -> Result<Vec<f64>, DeviceFailure> {
+    pub fn score(&mut self, rows: &mut Rows, weights: ScoredWeights) -> Result<Vec<f64>, DeviceFailure> {
         if let Some(only) = self.sole_unmonitored() {
-            return Ok(only.engine.score(rows, 1)?.unwrap_or_default());
+            return Ok(only.engine.score(rows, weights, 1)?.unwrap_or_default());
         }
         let min_micro_batches = self.common_micro_batches();
         let positions = rows.tokens.len() / rows.len().max(1);
         let ranges: Vec<Range<usize>> = self.workers.iter().map(|worker| worker.own_range(rows.len())).collect();
-        let found = self.on_own_rows(rows, move |engine, own_rows| engine.score(own_rows, min_micro_batches))?;
+        let score = move |engine: &mut Engine, own: &mut Rows| engine.score(own, weights, min_micro_batches);
+        let found = self.on_own_rows(rows, score)?;
         let mut scores = vec![0.0; rows.tokens.len()];
         for (range, own) in ranges.into_iter().zip(found) {
             if let Some(own) = own {

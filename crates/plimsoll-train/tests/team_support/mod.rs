@@ -12,7 +12,9 @@ use plimsoll_device::transport::wire::{Wire, WireTransport};
 use plimsoll_device::transport::{GroupHandle, Transport};
 use plimsoll_device::virtual_device::{self, VirtualDeviceSpec};
 use plimsoll_plan::search::{LossyOptions, PinnedChoices, PlanOutcome, PlanRequest, plan_recipe};
-use plimsoll_program::models::decoder::{AdamState, AdaptedModule, Generation, Lora, Method, Optimizer, WeightSource};
+use plimsoll_program::models::decoder::{
+    AdamState, AdaptedModule, Generation, Lora, Method, Optimizer, Scores, WeightSource,
+};
 use plimsoll_program::models::{Extras, ModelConfig, ModelType, Target, preset};
 use plimsoll_program::passes::check::check;
 use plimsoll_program::passes::collective_agreement::check_agreement;
@@ -229,7 +231,7 @@ impl Case {
             source: WeightSource::Random { seed: 3 },
             optimizer: Some(Optimizer::AdamW { betas: [0.9, 0.95], eps: 1e-8, decay: 0.1, state }),
             evaluate: true,
-            score: false,
+            scores: Scores::None,
             temperature: 1.0,
             generation: Some(Generation { slots: 1, capacity: 8, chunk: 3 }),
             device,

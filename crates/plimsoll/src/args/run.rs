@@ -12,9 +12,6 @@ use plimsoll_train::resolve::{HubNeed, RunRequest, fetch_hub_files};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// Folder of an example of two runs.
-const EXAMPLE_FOLDER: &str = "runs/sums-grpo";
-
 /// Form of the progress of a run on standard output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProgressForm {
@@ -42,6 +39,19 @@ pub enum Example {
     Sums,
     /// A small model that forgets carries learns from rewards.
     Grpo,
+    /// A small model that forgets carries learns from pairs of answers.
+    Dpo,
+}
+
+impl Example {
+    /// Returns the folder in which the example is written and trained.
+    fn folder(self) -> &'static str {
+        match self {
+            Example::Sums => "runs/sums",
+            Example::Grpo => "runs/sums-grpo",
+            Example::Dpo => "runs/sums-dpo",
+        }
+    }
 }
 
 /// Arguments of `plimsoll train`, which trains, or resumes a run.
@@ -73,10 +83,10 @@ pub struct TrainArgs {
     /// Stands for data.train, data.format = "rollouts" and no data.eval; see docs/grpo.md.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     rollouts: Option<String>,
-    /// Train a built-in example: sums, the default without a run file, or grpo
+    /// Train a built-in example: sums, the default without a run file, grpo or dpo
     ///
-    /// grpo first trains a small model whose last samples lack carries, and then rewards its right answers. Both run files and their data
-    /// are written to runs/sums-grpo/example.
+    /// grpo and dpo first train a small model whose last samples lack carries. Then grpo rewards its right answers, and dpo prefers right
+    /// answers to those without carries. Both run files and their data are written to runs/sums-grpo/example or runs/sums-dpo/example.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["run_file", "resume", "plan", "rollouts", "no_save", "serve"])]
     pub example: Option<Example>,
     /// Save no checkpoint and no model, for benchmarks
@@ -156,19 +166,18 @@ impl TrainArgs {
         }
     }
 
-    /// Returns the folder of an example: `run.dir`, or else the first of `runs/sums-grpo`, `runs/sums-grpo-2`, … that does
-    /// not exist.
+    /// Returns the folder of an example: `run.dir`, or else the first of `runs/NAME`, `runs/NAME-2`, … that does not exist.
     ///
     /// # Errors
     /// An invalid setting.
-    pub fn example_folder(&self) -> Result<String, Failure> {
+    pub fn example_folder(&self, example: Example) -> Result<String, Failure> {
         let settings = self.all_settings();
         let config = RunConfig::load(None, &settings)?;
         if names_folder(&settings) {
             return Ok(config.run.dir);
         }
-        let numbered = (2..).map(|number| format!("{EXAMPLE_FOLDER}-{number}"));
-        let mut folders = std::iter::once(EXAMPLE_FOLDER.to_owned()).chain(numbered);
+        let numbered = (2..).map(|number| format!("{}-{number}", example.folder()));
+        let mut folders = std::iter::once(example.folder().to_owned()).chain(numbered);
         Ok(folders.find(|folder| !Path::new(folder).exists()).expect("numbers do not end"))
     }
 

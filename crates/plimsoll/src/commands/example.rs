@@ -1,32 +1,44 @@
-//! `plimsoll train --example grpo`: writes two run files and their data, and trains them one after the other.
+//! `plimsoll train --example grpo` and `--example dpo`: each writes two run files and their data, and trains them one after the
+//! other.
 
-use crate::args::TrainArgs;
+use crate::args::{Example, TrainArgs};
 use crate::output;
 use plimsoll_core::{Exit, Failure};
-use plimsoll_train::data::addition_example::{write_example, write_rounds_example};
+use plimsoll_train::data::addition_example::{write_careless_samples, write_example, write_pairs, write_prompts};
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Seed of the data of the example.
+/// Seed of the data of an example.
 const SEED: u64 = 1;
 
-/// Writes the example into a new folder, trains the careless model in a process of its own, and continues as the run that
-/// rewards its completions.
+/// Writes an example of two runs into a new folder, trains the careless model in a process of its own, and continues as the
+/// second run, which teaches it the carries.
 ///
 /// # Errors
 /// A folder that cannot be written, and a program that cannot be started.
-pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
-    let folder = args.example_folder()?;
+pub fn run(args: &TrainArgs, example: Example) -> Result<Exit, Failure> {
+    let folder = args.example_folder(example)?;
     let data = Path::new(&folder).join("example");
     write_example(&data, SEED)?;
-    write_rounds_example(&data, SEED)?;
+    write_careless_samples(&data, SEED)?;
     let escaped = folder.replace('\\', "\\\\").replace('"', "\\\"");
     let place = |text: &str| text.replace("FOLDER", &escaped);
-    let (first, second) = (data.join("supervised.toml"), data.join("grpo.toml"));
+    let first = data.join("supervised.toml");
     write(&first, &place(include_str!("example_supervised.toml")))?;
-    write(&second, &place(include_str!("example_grpo.toml")))?;
+    let (second, run_file, lesson) = match example {
+        Example::Dpo => {
+            write_pairs(&data, SEED)?;
+            ("dpo.toml", include_str!("example_dpo.toml"), "right answers are preferred to those without carries")
+        }
+        Example::Grpo | Example::Sums => {
+            write_prompts(&data, SEED)?;
+            ("grpo.toml", include_str!("example_grpo.toml"), "rewards of right answers teach it the carries")
+        }
+    };
+    let second = data.join(second);
+    write(&second, &place(run_file))?;
     tell(args, "1 of 2: a small model learns to add, and then to forget the carries");
     let trained = command(args, &first, &args.device_settings())?.status().map_err(|error| start_failure(&error))?;
     if !trained.success() {
@@ -34,7 +46,7 @@ pub fn run(args: &TrainArgs) -> Result<Exit, Failure> {
         let ends = [Exit::Input, Exit::DoesNotFit, Exit::Stopped];
         return Ok(ends.into_iter().find(|exit| trained.code() == Some(*exit as i32)).unwrap_or(Exit::Bug));
     }
-    tell(args, "2 of 2: rewards of right answers teach it the carries");
+    tell(args, &format!("2 of 2: {lesson}"));
     Err(start_failure(&command(args, &second, &args.all_settings())?.exec()))
 }
 

@@ -465,6 +465,17 @@ pub fn append_cache<T: Real>(shape: Heads, qkv: &[T], places: &[i32], keys: &mut
     }
 }
 
+/// Copies rows of the caches `keys[P, K·E]` and `values[P, K·E]`: row `from[i]` to row `to[i]`, unless that is negative.
+pub fn copy_cache<T: Real>(shape: Heads, from: &[i32], to: &[i32], keys: &mut [T], values: &mut [T]) {
+    let c = Columns::from_heads(shape);
+    let width = c.kv_heads * c.head;
+    for (&from, &to) in from.iter().zip(to).filter(|(_, to)| **to >= 0) {
+        let (from, to) = (from as usize * width, to as usize * width);
+        keys.copy_within(from..from + width, to);
+        values.copy_within(from..from + width, to);
+    }
+}
+
 /// Moves positions: `out[N]` = document_start + max(0, positions + shift). With a shift of 1 − window, this is the first
 /// key that each token sees through a sliding window. Without `document_start`, all documents start at 0.
 pub fn shift_positions(positions: &[i32], document_start: Option<&[i32]>, shift: i32, out: &mut [i32]) {

@@ -33,7 +33,7 @@ mod softcap;
 #[cfg(test)]
 mod tests;
 
-pub use attention::{append_cache, attention, attention_grad, cached_attention, shift_positions};
+pub use attention::{append_cache, attention, attention_grad, cached_attention, copy_cache, shift_positions};
 pub use cast::{CastError, from_bytes, to_bytes};
 pub use dropout::{Dropout, dropout};
 pub use elementwise::{add, copy, fill, round, sum_rows};

@@ -253,6 +253,11 @@ impl<T: Multiply> OpContext<'_, T> {
                     self.write(values, caches),
                 );
             }
+            OpKind::CopyCache { keys, values, from, to, slots, capacity, rows, shape } => {
+                let caches = slots * capacity * shape.kv_heads * shape.head_dim;
+                let [from, to] = [from, to].map(|places| self.read_integers(places, *rows));
+                kernels::copy_cache(*shape, from, to, self.write(keys, caches), self.write(values, caches));
+            }
             other => not_in_family(other),
         }
     }

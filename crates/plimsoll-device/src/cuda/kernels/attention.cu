@@ -386,6 +386,18 @@ append_cache(const REAL* qkv, const int* places, REAL* keys, REAL* values, u32 h
     values[to] = row[width];
 }
 
+// Copies rows of the caches [P, K·E]: row from[i] to row to[i], unless that is negative, for n rows. No row is copied from and
+// copied to.
+// Grid: (n, ceil(K·E / 256)). Block: 256. Shared memory: none.
+extern "C" __global__ void __launch_bounds__(256)
+copy_cache(const int* from, const int* to, REAL* keys, REAL* values, u32 kv_heads) {
+    u32 column = blockIdx.y * 256 + threadIdx.x, width = kv_heads * E;
+    if (column >= width || to[blockIdx.x] < 0) return;
+    u64 source = (u64)from[blockIdx.x] * width + column, target = (u64)to[blockIdx.x] * width + column;
+    keys[target] = keys[source];
+    values[target] = values[source];
+}
+
 // ---- backward ----
 
 // δ[B,H,T] = Σ out · dout of each head of each row.

@@ -90,6 +90,7 @@ impl Family {
                     "cached_attention_part",
                     "cached_attention_join",
                     "append_cache",
+                    "copy_cache",
                     "attention_delta",
                     "attention_grad_queries",
                     "attention_grad_keys",

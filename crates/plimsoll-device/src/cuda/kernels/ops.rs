@@ -147,6 +147,9 @@ fn attention_launches(kind: &OpKind, operands: &impl OperandLookup) -> Vec<Launc
             let rows = sequences * rows;
             launch::append_cache(real, at(qkv), at(places), at(keys), at(values), rows, *shape).to_vec()
         }
+        OpKind::CopyCache { keys, values, from, to, slots: _, capacity: _, rows, shape } => {
+            launch::copy_cache(real, [from, to].map(at), at(keys), at(values), *rows, *shape).to_vec()
+        }
         other => not_in_family(other),
     }
 }

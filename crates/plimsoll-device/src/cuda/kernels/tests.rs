@@ -44,6 +44,7 @@ fn launches_for(target: Target, real: Real, rows: u64, shape: Heads) -> Vec<Laun
         all.extend(cached_attention(real, target, [0; 5], 0, 0, tokens, shape, None));
     }
     all.extend(append_cache(real, 0, 0, 0, 0, rows, shape));
+    all.extend(copy_cache(real, [0; 2], 0, 0, rows, shape));
     all.extend(glu(real, Activation::Silu, 0, 0, rows, 28_672));
     all.extend(glu_grad(real, Activation::Silu, [0; 3], rows, 28_672));
     all.extend(softmax_stats(real, [0; 4], rows, 0, 152_064, true));

@@ -351,6 +351,7 @@ impl Decoder<'_> {
         blocks.extend(self.load_model());
         blocks.extend(self.load_adapters());
         blocks.extend(self.cast_masters());
+        blocks.extend(self.copy_initial());
         self.push_program_as_phase(WorkKind::Load, ProgramKind::Load, blocks);
         let trained = self.options.method.lora().map_or(&self.options.source, |lora| &lora.source);
         if *trained == WeightSource::LiveRun {
@@ -385,8 +386,8 @@ impl Decoder<'_> {
     /// Adds the Programs `save`, `checkpoint` and `restore`.
     ///
     /// `save` writes trained weights in the run's precision. `checkpoint` writes trained weights (the masters, if there
-    /// are any) and optimizer state in f32 (f64 in an f64 run); `restore` reads them. Frozen weights are in neither: a
-    /// run with frozen weights runs `load` before `restore`.
+    /// are any) and optimizer state in f32 (f64 in an f64 run); `restore` reads them. Frozen weights and copies of initial
+    /// weights are in neither: a run with some runs `load` before `restore`.
     pub(super) fn save(&mut self, optimizer: &Optimizer) {
         let (precision, wide) = (self.options.precision, self.options.precision.wide());
         let parameters = self.trained_parameters();

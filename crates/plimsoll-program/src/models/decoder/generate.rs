@@ -1,5 +1,6 @@
 //! Programs without a backward pass: evaluation, and generation with its key-value cache.
 
+use super::lora::Adapter;
 use super::loss::{Loss, head_blocks};
 use super::{BuildOptions, Decoder, Generation};
 use crate::builder::{Builder, Product};
@@ -7,6 +8,7 @@ use crate::op::{Heads, Op, OpKind};
 use crate::program::{Block, ProgramKind};
 use crate::tensor::{Index, Lifetime, Operand, TensorId};
 use plimsoll_core::{Category, DType, WorkKind};
+use std::mem;
 
 impl Decoder<'_> {
     /// Adds the Program that computes the loss of evaluation data.
@@ -17,6 +19,20 @@ impl Decoder<'_> {
     /// Adds the Program that computes the log-probability of each label of training data.
     pub(super) fn score(&mut self) {
         self.forward_with_loss(WorkKind::Score, ProgramKind::Score);
+    }
+
+    /// Adds the Program that computes the log-probability of each label under the initial weights.
+    pub(super) fn reference(&mut self) {
+        let initial = self.weights.replaced_by(&self.initial);
+        let weights = mem::replace(&mut self.weights, initial);
+        let copy = |id: &TensorId| self.initial.get(id).copied();
+        // Adapters without a copy are left out.
+        let copied =
+            |adapter: &Adapter| Some(Adapter { a: copy(&adapter.a)?, b: copy(&adapter.b)?, ..adapter.clone() });
+        let initial = self.adapters.iter().filter_map(copied).collect();
+        let adapters = mem::replace(&mut self.adapters, initial);
+        self.forward_with_loss(WorkKind::Reference, ProgramKind::Reference);
+        (self.weights, self.adapters) = (weights, adapters);
     }
 
     /// Adds a forward pass with its loss, as a phase of its own. Its inputs and outputs are named after `kind`. It tells
@@ -30,7 +46,7 @@ impl Decoder<'_> {
         let (mut all, mut outputs, mut blocks) = (inputs.all(), vec![], Self::forward_blocks(&forward));
         if let Some(((normed, head), (labels, token_weights))) = forward.top.zip(labels) {
             let (mut correct, mut log_probabilities) = (None, None);
-            let output = if kind == ProgramKind::Score {
+            let output = if matches!(kind, ProgramKind::Score | ProgramKind::Reference) {
                 let output = self.builder.statistic(&format!("{prefix}log_probabilities"), &[rows], 1);
                 *log_probabilities.insert(output)
             } else {
@@ -89,7 +105,24 @@ impl Decoder<'_> {
             let inputs = inputs.all().into_iter().chain([places]).collect();
             programs.push(self.push_program(WorkKind::Generate, kind, inputs, Vec::from_iter(logits), blocks));
         }
+        if slots > 1 {
+            programs.push(self.copy_prefix(keys, values, generation));
+        }
         self.push_phase(programs);
+    }
+
+    /// Adds the Program that copies tokens from one slot of the key-value cache to others, as many as a chunk has at once.
+    /// Returns its index.
+    fn copy_prefix(&mut self, keys: Operand, values: Operand, generation: Generation) -> usize {
+        let (kind, Generation { slots, capacity, chunk: rows }) = (ProgramKind::CopyPrefix, generation);
+        let [from, to] = ["from", "to"].map(|name| {
+            self.builder.transient(&format!("{kind}.{name}"), &[rows], DType::I32, Category::Activation, 1)
+        });
+        let (layers, shape) = (self.options.depth(), self.shape);
+        let operands = (Operand::whole(from), Operand::whole(to));
+        let copy = OpKind::CopyCache { keys, values, from: operands.0, to: operands.1, slots, capacity, rows, shape };
+        let layer = Block { name: "layer".into(), first: 0, step: 1, repeat: layers, ops: vec![copy.into()] };
+        self.push_program(WorkKind::Generate, kind, vec![from, to], vec![], vec![layer])
     }
 
     /// Appends the blocks that compute logits from the final norm, and returns their tensor: `[1, V]` of one row of a

@@ -11,6 +11,7 @@ use foldhash::HashMap;
 use plimsoll_core::{Category, DType, RecomputeLevel};
 
 /// A matrix `[rows, columns]` of every layer, such as the fused one of queries, keys and values, and its storage.
+#[derive(Clone)]
 pub(super) struct Matrix {
     pub name: &'static str,
     pub rows: u64,
@@ -18,6 +19,7 @@ pub(super) struct Matrix {
     stored: Stored,
 }
 
+#[derive(Clone)]
 enum Stored {
     /// One tensor in the run's precision, with a slot per layer.
     Plain(TensorId),
@@ -26,6 +28,7 @@ enum Stored {
 }
 
 /// A projection (such as `q_proj`) that is stored quantized, as a part of a fused matrix.
+#[derive(Clone)]
 pub(super) struct Projection {
     pub target: Target,
     /// Index of its first element within the fused matrix.
@@ -118,6 +121,15 @@ impl Matrix {
             }
         };
         Matrix { name, rows, columns, stored }
+    }
+
+    /// Returns the matrix with another tensor in the run's precision. A quantized matrix stays.
+    pub fn replaced_by(&self, copy: impl Fn(TensorId) -> TensorId) -> Matrix {
+        let mut matrix = self.clone();
+        if let Stored::Plain(id) = &mut matrix.stored {
+            *id = copy(*id);
+        }
+        matrix
     }
 
     /// Returns the first projection of the matrix.

@@ -48,6 +48,9 @@ pub use self::files::STAGING_BYTES;
 pub use self::lora::{AdaptedModule, Lora, merge};
 pub use self::loss::{head_blocks, loss_rows, streams_head};
 
+/// Name suffix of the frozen copy of a trained weight with its initial values.
+pub(crate) const INITIAL_SUFFIX: &str = ".initial";
+
 /// The storage format of AdamW's two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AdamState {
@@ -146,6 +149,30 @@ pub struct Training {
     pub recompute: Vec<RecomputeLevel>,
 }
 
+/// The Programs that compute log-probabilities of labels.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Scores {
+    /// None.
+    #[default]
+    None,
+    /// [`ProgramKind::Score`], under the present weights.
+    Present,
+    /// The same, and [`ProgramKind::Reference`], under the initial weights. If new adapters are trained, these are the
+    /// weights without adapters. Otherwise the device holds a frozen copy of all trained weights.
+    PresentAndInitial,
+}
+
+impl Scores {
+    /// Returns the number of the Programs.
+    pub fn count(self) -> u32 {
+        match self {
+            Scores::None => 0,
+            Scores::Present => 1,
+            Scores::PresentAndInitial => 2,
+        }
+    }
+}
+
 /// Options of the Programs for generation: prefill and decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Generation {
@@ -207,8 +234,8 @@ pub struct BuildOptions<'a> {
     pub training: Option<Training>,
     /// Whether to build the evaluation Program.
     pub evaluate: bool,
-    /// Whether to build the Program that computes log-probabilities ([`ProgramKind::Score`]).
-    pub score: bool,
+    /// The Programs for log-probabilities of labels.
+    pub scores: Scores,
     /// Divisor of the logits in the loss and the score. 1 except where the loss is over samples of another temperature.
     pub temperature: f64,
     /// Options of the Programs for generation (prefill and decode); `None` builds neither.
@@ -234,8 +261,11 @@ pub fn build(options: &BuildOptions) -> ProgramSet {
     if options.evaluate {
         decoder.evaluate();
     }
-    if options.score {
+    if options.scores != Scores::None {
         decoder.score();
+    }
+    if options.scores == Scores::PresentAndInitial {
+        decoder.reference();
     }
     if let Some(generation) = options.generation {
         decoder.generate(generation);
@@ -254,6 +284,11 @@ impl BuildOptions<'_> {
         self.layers.end == self.config.layers
     }
 
+    /// Returns whether the run trains new adapters, without which the model has its initial values.
+    fn starts_without_adapters(&self) -> bool {
+        self.method.lora().is_some_and(|lora| matches!(lora.source, WeightSource::Random { .. }))
+    }
+
     /// Returns the number of layers of this device.
     fn depth(&self) -> u32 {
         (self.layers.end - self.layers.start) as u32
@@ -261,6 +296,7 @@ impl BuildOptions<'_> {
 }
 
 /// The weight tensors of this device.
+#[derive(Clone)]
 struct Weights {
     embedding: Option<TensorId>,
     /// Norm of the input of attention, if the family has one.
@@ -287,66 +323,9 @@ struct Weights {
 }
 
 impl Weights {
-    /// Returns all weights that are not quantized and may be trained, from the embedding to the head. A tied head is
-    /// not listed twice.
-    fn plain(&self) -> Vec<TensorId> {
-        let mut list = Vec::from_iter(self.embedding);
-        list.extend(self.attention_norm);
-        list.extend(self.qkv.plain());
-        list.extend(self.qkv_bias);
-        list.extend(self.qk_norms.iter().flat_map(|(q, k)| [*q, *k]));
-        list.extend(self.attention_out.plain());
-        list.extend(self.attention_out_bias);
-        list.extend(self.attention_output_norm);
-        list.extend(self.ffn_norm);
-        list.extend(self.gate_up.plain());
-        list.extend(self.gate_up_bias);
-        list.extend(self.down.plain());
-        list.extend(self.down_bias);
-        list.extend(self.ffn_output_norm);
-        if let Some((final_norm, head)) = self.top {
-            list.push(final_norm);
-            list.extend((self.embedding != Some(head)).then_some(head));
-        }
-        list
-    }
-
-    /// Returns whether a weight has a slot for each layer.
-    fn has_layer_slots(&self, weight: TensorId) -> bool {
-        let outside = |(final_norm, head): (TensorId, TensorId)| weight == final_norm || weight == head;
-        self.embedding != Some(weight) && !self.top.is_some_and(outside)
-    }
-
-    fn matrices(&self) -> [&Matrix; 4] {
-        [&self.qkv, &self.attention_out, &self.gate_up, &self.down]
-    }
-}
-
-struct Decoder<'a> {
-    options: &'a BuildOptions<'a>,
-    builder: Builder,
-    weights: Weights,
-    /// LoRA adapters in the order of their targets, one for each rank and scale; empty if all weights are trained.
-    adapters: Vec<Adapter>,
-    /// Master weight of each trained bf16 weight: an f32 copy, because bf16 loses small updates. Empty in other
-    /// precisions and without training.
-    masters: HashMap<TensorId, TensorId>,
-    scalars: TensorId,
-    metrics: TensorId,
-    shape: Heads,
-    /// Rows of the rotary table for each rotation of the model.
-    table_rows: u64,
-    /// Number of rows of the rotary table by which the row of a key lies behind that of a query at the same position.
-    key_shift: u64,
-}
-
-impl<'a> Decoder<'a> {
-    fn new(options: &'a BuildOptions<'a>) -> Decoder<'a> {
+    /// Adds the weights of a device. `table_shape` is that of the rotary table.
+    fn new(b: &mut Builder, options: &BuildOptions, table_shape: [u64; 2]) -> Weights {
         let config = options.config;
-        let frozen = options.training.is_none() || options.method.lora().is_some();
-        assert!(options.base == Base::Plain || frozen, "trained matrices cannot be quantized");
-        let mut builder = Builder::new(options.precision, options.kernels);
-        let shape = Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
         let (d, v, layers) = (config.hidden, config.vocab, options.depth());
         let weight = |builder: &mut Builder, name: &str, dims: &[u64], slots: u32| {
             builder.persistent(name, dims, options.precision, Category::Weight, slots)
@@ -356,7 +335,6 @@ impl<'a> Decoder<'a> {
             let target = matrix.target().filter(|target| target.has_bias(config))?;
             Some(weight(builder, target.bias(), &[matrix.rows], layers))
         };
-        let b = &mut builder;
         let embeds = options.is_first() || options.is_last() && config.tied;
         let embedding = embeds.then(|| weight(b, "embedding", &[v, d], 1));
         let norm = |b: &mut Builder, name, is_present: bool| is_present.then(|| weight(b, name, &[d], layers));
@@ -381,13 +359,9 @@ impl<'a> Decoder<'a> {
             let tied = embedding.filter(|_| config.tied);
             (final_norm, tied.unwrap_or_else(|| weight(b, "head", &[v, d], 1)))
         });
-        let table_rows = options.sequence.max(options.generation.map_or(0, |g| g.capacity));
         let wide = options.precision.wide();
-        let query_rows = table_rows * config.rotations().len() as u64;
-        let key_shift = config.query_growth_within(table_rows).map_or(0, |_| query_rows);
-        let table_shape = [query_rows + key_shift, shape.head_dim];
         let rope_table = b.persistent("rope_table", &table_shape, wide, Category::Weight, 1);
-        let weights = Weights {
+        Weights {
             embedding,
             attention_norm,
             qkv,
@@ -404,15 +378,125 @@ impl<'a> Decoder<'a> {
             ffn_output_norm,
             top,
             rope_table,
-        };
+        }
+    }
+
+    /// Returns all weights that are not quantized and may be trained, from the embedding to the head. A tied head is
+    /// not listed twice.
+    fn plain(&self) -> Vec<TensorId> {
+        let mut list = Vec::from_iter(self.embedding);
+        list.extend(self.attention_norm);
+        list.extend(self.qkv.plain());
+        list.extend(self.qkv_bias);
+        list.extend(self.qk_norms.iter().flat_map(|(q, k)| [*q, *k]));
+        list.extend(self.attention_out.plain());
+        list.extend(self.attention_out_bias);
+        list.extend(self.attention_output_norm);
+        list.extend(self.ffn_norm);
+        list.extend(self.gate_up.plain());
+        list.extend(self.gate_up_bias);
+        list.extend(self.down.plain());
+        list.extend(self.down_bias);
+        list.extend(self.ffn_output_norm);
+        if let Some((final_norm, head)) = self.top {
+            list.push(final_norm);
+            list.extend((self.embedding != Some(head)).then_some(head));
+        }
+        list
+    }
+
+    /// Returns these weights with the tensors that `copies` has instead of those that it names.
+    fn replaced_by(&self, copies: &HashMap<TensorId, TensorId>) -> Weights {
+        let copy = |id: TensorId| copies.get(&id).copied().unwrap_or(id);
+        let of = |id: Option<TensorId>| id.map(copy);
+        let both = |(one, other): (TensorId, TensorId)| (copy(one), copy(other));
+        Weights {
+            embedding: of(self.embedding),
+            attention_norm: of(self.attention_norm),
+            qkv: self.qkv.replaced_by(copy),
+            qkv_bias: of(self.qkv_bias),
+            qk_norms: self.qk_norms.map(both),
+            attention_out: self.attention_out.replaced_by(copy),
+            attention_out_bias: of(self.attention_out_bias),
+            attention_output_norm: of(self.attention_output_norm),
+            ffn_norm: of(self.ffn_norm),
+            gate_up: self.gate_up.replaced_by(copy),
+            gate_up_bias: of(self.gate_up_bias),
+            down: self.down.replaced_by(copy),
+            down_bias: of(self.down_bias),
+            ffn_output_norm: of(self.ffn_output_norm),
+            top: self.top.map(both),
+            rope_table: self.rope_table,
+        }
+    }
+
+    /// Returns whether a weight has a slot for each layer.
+    fn has_layer_slots(&self, weight: TensorId) -> bool {
+        let outside = |(final_norm, head): (TensorId, TensorId)| weight == final_norm || weight == head;
+        self.embedding != Some(weight) && !self.top.is_some_and(outside)
+    }
+
+    fn matrices(&self) -> [&Matrix; 4] {
+        [&self.qkv, &self.attention_out, &self.gate_up, &self.down]
+    }
+}
+
+struct Decoder<'a> {
+    options: &'a BuildOptions<'a>,
+    builder: Builder,
+    weights: Weights,
+    /// LoRA adapters in the order of their targets, one for each rank and scale; empty if all weights are trained.
+    adapters: Vec<Adapter>,
+    /// Master weight of each trained bf16 weight: an f32 copy, because bf16 loses small updates. Empty in other
+    /// precisions and without training.
+    masters: HashMap<TensorId, TensorId>,
+    /// Frozen copy of each trained weight, with its initial values. Empty unless [`ProgramKind::Reference`] reads them.
+    initial: HashMap<TensorId, TensorId>,
+    scalars: TensorId,
+    metrics: TensorId,
+    shape: Heads,
+    /// Rows of the rotary table for each rotation of the model.
+    table_rows: u64,
+    /// Number of rows of the rotary table by which the row of a key lies behind that of a query at the same position.
+    key_shift: u64,
+}
+
+impl<'a> Decoder<'a> {
+    fn new(options: &'a BuildOptions<'a>) -> Decoder<'a> {
+        let config = options.config;
+        let frozen = options.training.is_none() || options.method.lora().is_some();
+        assert!(options.base == Base::Plain || frozen, "trained matrices cannot be quantized");
+        let mut builder = Builder::new(options.precision, options.kernels);
+        let shape = Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim };
+        let table_rows = options.sequence.max(options.generation.map_or(0, |g| g.capacity));
+        let wide = options.precision.wide();
+        let query_rows = table_rows * config.rotations().len() as u64;
+        let key_shift = config.query_growth_within(table_rows).map_or(0, |_| query_rows);
+        let table_shape = [query_rows + key_shift, shape.head_dim];
+        let weights = Weights::new(&mut builder, options, table_shape);
+        let b = &mut builder;
         let own_layers = options.layers.clone();
         let adapters =
             options.method.lora().map_or(vec![], |lora| lora.adapters(b, config, own_layers, options.precision));
         let scalars = b.persistent(SCALARS, &[SCALAR_COUNT], wide, Category::Staging, 1);
         let metrics = b.persistent(METRICS, &[METRIC_COUNT], DType::F64, Category::Staging, 1);
-        let masters = HashMap::default();
-        let mut decoder =
-            Decoder { options, builder, weights, adapters, masters, scalars, metrics, shape, table_rows, key_shift };
+        let (masters, initial) = (HashMap::default(), HashMap::default());
+        let mut decoder = Decoder {
+            options,
+            builder,
+            weights,
+            adapters,
+            masters,
+            initial,
+            scalars,
+            metrics,
+            shape,
+            table_rows,
+            key_shift,
+        };
+        if options.scores == Scores::PresentAndInitial && !options.starts_without_adapters() {
+            decoder.add_initial();
+        }
         if options.training.is_some() && options.precision != wide {
             for id in decoder.trained_weights() {
                 let master = decoder.add_companion(id, "master", Category::Optimizer);
@@ -420,6 +504,16 @@ impl<'a> Decoder<'a> {
             }
         }
         decoder
+    }
+
+    /// Adds a frozen copy of each trained weight for its initial values.
+    fn add_initial(&mut self) {
+        for id in self.trained_weights() {
+            let Tensor { name, shape, dtype, slots, .. } = self.builder.set.tensor(id).clone();
+            let name = format!("{name}{INITIAL_SUFFIX}");
+            let copy = self.builder.persistent(&name, &shape, dtype, Category::Weight, slots);
+            self.initial.insert(id, copy);
+        }
     }
 
     /// Returns all trained tensors: the weights, or the adapters if the model is frozen.
@@ -457,6 +551,18 @@ impl<'a> Decoder<'a> {
                 let (from, to) = (Operand::layer(master, 0), Operand::layer(id, 0));
                 let cast = OpKind::Cast { from, to, elements: tensor.elements() };
                 for_each_slot(tensor, cast)
+            })
+            .collect()
+    }
+
+    /// Returns the blocks that copy the trained weights to the frozen copies of their initial values.
+    fn copy_initial(&self) -> Vec<Block> {
+        let copies = self.trained_weights().into_iter().filter_map(|id| Some((id, *self.initial.get(&id)?)));
+        copies
+            .map(|(id, copy)| {
+                let tensor = self.builder.set.tensor(id);
+                let (from, to) = (Operand::layer(id, 0), Operand::layer(copy, 0));
+                for_each_slot(tensor, OpKind::Cast { from, to, elements: tensor.elements() })
             })
             .collect()
     }

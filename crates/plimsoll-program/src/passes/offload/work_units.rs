@@ -122,8 +122,10 @@ impl ProgramRewriter<'_, '_> {
     /// Returns a block of the loss, of which each iteration processes some rows, as one work unit without unrolling it.
     /// Returns `None` for other blocks, if iterations use different offloaded regions, or if the host runs an op.
     fn rolled_loss(&self, block: &Block) -> Option<WorkUnit> {
-        let is_pass =
-            matches!(self.work, WorkKind::Forward | WorkKind::Backward | WorkKind::Evaluate | WorkKind::Score);
+        let is_pass = matches!(
+            self.work,
+            WorkKind::Forward | WorkKind::Backward | WorkKind::Evaluate | WorkKind::Score | WorkKind::Reference
+        );
         let has_fixed_regions = |op: &Op| {
             operands(op).all(|operand| !self.offloader.is_on_host_in_part(operand) || operand.offset.scale == 0)
         };

@@ -45,13 +45,17 @@ const LOSS_AND_NORM: Index = Index::fixed(1);
 /// has two messages.
 const TABLE: i64 = 2;
 
+/// Forward passes without a backward pass.
+const PASSES_WITHOUT_GRADIENTS: [ProgramKind; 5] =
+    [ProgramKind::Evaluate, ProgramKind::Score, ProgramKind::Reference, ProgramKind::Prefill, ProgramKind::Decode];
+
 /// Returns the Programs of one pipeline stage, with the messages to and from its neighbours. `set` has the Programs for
 /// the stage's layers, without messages.
 pub(super) fn parallelize(set: ProgramSet, share: &Share, micro_batches: u32, tied: bool) -> ProgramSet {
     let mut stage = Stage { share, set };
     stage.connect_forward(ProgramKind::Forward, "train.hidden");
     stage.connect_backward();
-    for program in [ProgramKind::Evaluate, ProgramKind::Score, ProgramKind::Prefill, ProgramKind::Decode] {
+    for program in PASSES_WITHOUT_GRADIENTS {
         stage.connect_forward(program, &format!("{program}.hidden"));
     }
     stage.connect_norm(tied);

@@ -14,6 +14,7 @@
 
 use super::{loss_and_norm_sum, message, start_and_wait};
 use crate::formats::STATE_BLOCK;
+use crate::models::decoder::INITIAL_SUFFIX;
 use crate::op::operands::{elements_mut, operands, operands_mut};
 use crate::op::{Collective, Exchange, ExchangeRange, Mode, Op, OpKind};
 use crate::program::{Block, Program, ProgramSet};
@@ -179,11 +180,16 @@ impl Sharder<'_> {
                 list.insert(TensorSlot { tensor, slot });
             }
         }
-        // Ranks may differ in recompute levels, but all must gather the same weights: all weights of each layer.
+        // Ranks may differ in recompute levels, but all must gather the same weights: all weights of each layer, or all
+        // frozen copies of its trained weights.
+        let is_copy = |id: TensorId| self.unsharded[id.0 as usize].name.ends_with(INITIAL_SUFFIX);
         let layer_weight = |used: &&TensorSlot| self.layer_weights.contains(&used.tensor);
-        let layers: BTreeSet<i64> = weights.iter().filter(layer_weight).map(|used| used.slot).collect();
-        let all_of_layer = |&slot: &i64| self.layer_weights.iter().map(move |&tensor| TensorSlot { tensor, slot });
-        weights.extend(layers.iter().flat_map(all_of_layer));
+        let layers: BTreeSet<(bool, i64)> =
+            weights.iter().filter(layer_weight).map(|used| (is_copy(used.tensor), used.slot)).collect();
+        for (copies, slot) in layers {
+            let alike = self.layer_weights.iter().filter(|tensor| is_copy(**tensor) == copies);
+            weights.extend(alike.map(|&tensor| TensorSlot { tensor, slot }));
+        }
         ComputeUnit { block, weights, gradients }
     }
 

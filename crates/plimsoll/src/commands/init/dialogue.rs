@@ -252,8 +252,8 @@ fn ask_model(args: &mut InitArgs) -> Result<(), Failure> {
         }
     }
     choices.push(ModelChoice::Other);
-    let help = "models with weights are first, and of these the largest that fits at a useful speed";
-    let question = Select::new("Model?", choices).with_help_message(help);
+    let help = "the first are models with weights; to name a folder or a file, choose the last line";
+    let question = Select::new("Model?", choices).with_scorer(&score_model).with_help_message(help);
     match question.prompt().map_err(failure)? {
         ModelChoice::Planned(row) => {
             let method = if row.rungs.contains(&Rung::Lora) { "lora" } else { "full" };
@@ -267,6 +267,12 @@ fn ask_model(args: &mut InitArgs) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// Returns how well a choice matches the typed text. The choice of another model stays whatever is typed, such as a path.
+fn score_model(typed: &str, choice: &ModelChoice, text: &str, number: usize) -> Option<i64> {
+    let score = Select::<ModelChoice>::DEFAULT_SCORER(typed, choice, text, number);
+    score.or(matches!(choice, ModelChoice::Other).then_some(i64::MIN))
 }
 
 /// Returns whether a row is worth a suggestion: adapters beside random frozen weights are not.

@@ -184,3 +184,18 @@ pub fn append_cache(
     let columns = shape.kv_heads * shape.head_dim;
     [launch(unit, "append_cache", rows, 256, arguments).with_grid_yz(columns.div_ceil(256), 1)]
 }
+
+/// Returns the launch that copies `rows` rows of the caches `keys` and `values`, from the rows `from` to the rows `to`.
+pub fn copy_cache(
+    real: Real,
+    [from, to]: [Address; 2],
+    keys: Address,
+    values: Address,
+    rows: u64,
+    shape: Heads,
+) -> [Launch; 1] {
+    let unit = Unit::new(Family::Attention, real, shape.head_dim);
+    let arguments = vec![at(from), at(to), at(keys), at(values), n(shape.kv_heads)];
+    let columns = shape.kv_heads * shape.head_dim;
+    [launch(unit, "copy_cache", rows, 256, arguments).with_grid_yz(columns.div_ceil(256), 1)]
+}
