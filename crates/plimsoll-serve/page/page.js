@@ -311,7 +311,8 @@ const cursorLine = () => shape("line", { class: "cursor", y1: 0, y2: HEIGHT, vis
 
 const WORKS = {
   load: "while loading", forward: "in the forward pass", backward: "in the backward pass", update: "in the update",
-  evaluate: "in an evaluation", score: "while scoring", save: "while saving", generate: "while generating", "re-plan": "in a change of plan",
+  evaluate: "in an evaluation", score: "while scoring", reference: "while scoring under the initial weights",
+  save: "while saving", generate: "while generating", "re-plan": "in a change of plan",
 };
 const PASSES = ["forward", "backward", "evaluate", "score", "reference", "generate"];
 // Most times that the load line may exceed the peak for the map to show it, and height of the map in peaks if it does not.

@@ -7,7 +7,7 @@ use plimsoll_plan::search::{LossyOptions, PlanOutcome, PlanRequest, plan_recipe}
 use plimsoll_program::ProgramKind;
 use plimsoll_program::models::decoder::{Base, Generation, PART_TOKENS};
 use plimsoll_program::passes::check::check;
-use plimsoll_train::engine::{Engine, SlotTokens};
+use plimsoll_train::engine::{Engine, SlotCopy, SlotTokens};
 
 /// Tokens of a chunk: two parts.
 const CHUNK: u64 = 2 * PART_TOKENS;
@@ -65,12 +65,14 @@ fn together(name: &str, case: &Case, count: usize, slots: [usize; 5]) -> Vec<Vec
     for (turn, begins) in [&[0][..], &[], &[1, 2], &[3, 4], &[], &[], &[], &[]].into_iter().enumerate() {
         let before = |sequence: usize| &prompts[sequence][..prompts[sequence].len() - 1];
         let slot_tokens = |&sequence: &usize| {
-            // Keys and values of a common beginning are kept.
+            // Keys and values of a common beginning are copied.
             let kept = if sequence == 2 { 4 } else { 0 };
             SlotTokens { slot: slots[sequence], tokens: &before(sequence)[kept..], length: kept }
         };
         if turn == 2 {
-            engine.append(&[SlotTokens { slot: slots[2], tokens: &prompts[2][..4], length: 0 }]).unwrap();
+            let spare = (0..count).find(|slot| !slots.contains(slot)).unwrap();
+            engine.append(&[SlotTokens { slot: spare, tokens: &prompts[2][..4], length: 0 }]).unwrap();
+            engine.copy_slots(&[SlotCopy { from: spare, to: slots[2], positions: 0..4 }]).unwrap();
         }
         engine.append(&begins.iter().map(slot_tokens).collect::<Vec<_>>()).unwrap();
         begins.iter().for_each(|&sequence| lengths[slots[sequence]] = before(sequence).len());

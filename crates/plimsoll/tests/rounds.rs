@@ -167,6 +167,19 @@ fn completions_depend_on_neither_slots_nor_team() {
             assert_eq!(completions(&workspace, &run, round), *expected, "{run}, round {round}");
         }
         assert_same_losses(&workspace, &run, "plain");
+        let plan = workspace.json(&format!("{run}/plan.json"));
+        let sequences = match run.as_str() {
+            "slots-1" => None,
+            "slots-5" => Some(5),
+            // Each worker has slots for all completions.
+            "data" => Some(24),
+            _ => Some(12),
+        };
+        assert_eq!(plan["generation"]["sequences"].as_u64(), sequences, "{run}: {plan}");
+        assert_eq!(
+            plan["generation"]["token_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0),
+            sequences.is_some()
+        );
     }
 }
 

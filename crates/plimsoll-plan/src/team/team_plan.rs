@@ -63,8 +63,9 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
     }
 }
 
-/// Predicts the speed of generation by a team. Data parallel workers generate their own sequences side by side. Other
-/// workers generate the same ones together: pipeline stages one after another, sharded workers at the pace of the slowest.
+/// Predicts the speed of generation by a team. Data parallel workers each generate a part, by their shares of a step, so the
+/// one that ends last sets the pace. Other workers generate the same sequences together: pipeline stages one after another,
+/// sharded workers at the pace of the slowest.
 fn predict_generation(parallelism: Option<Parallelism>, workers: &[PlannedWorker]) -> Option<PredictedGeneration> {
     let all = workers.iter().map(|worker| worker.outcome.plan.generation).collect::<Option<Vec<_>>>()?;
     let seconds = all.iter().map(|one| one.token_seconds);
@@ -72,7 +73,12 @@ fn predict_generation(parallelism: Option<Parallelism>, workers: &[PlannedWorker
     let sequences = all.first()?.sequences;
     Some(match parallelism {
         Some(Parallelism::Data) => {
-            PredictedGeneration { sequences: all.iter().map(|one| one.sequences).sum(), token_seconds: slowest }
+            let step: u64 = workers.iter().map(|worker| worker.sequences).sum();
+            let share = |worker: &PlannedWorker| worker.sequences as f64 / step.max(1) as f64;
+            let seconds =
+                workers.iter().zip(&all).map(|(worker, one)| share(worker) * one.token_seconds / one.sequences as f64);
+            let sequences = all.iter().map(|one| one.sequences).sum();
+            PredictedGeneration { sequences, token_seconds: sequences as f64 * seconds.fold(0.0, f64::max) }
         }
         Some(Parallelism::Pipeline) => PredictedGeneration { sequences, token_seconds: seconds.sum() },
         Some(Parallelism::Sharded) | None => PredictedGeneration { sequences, token_seconds: slowest },

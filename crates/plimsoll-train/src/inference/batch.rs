@@ -5,7 +5,8 @@
 //! the slot nor the other sequences: no row of a product depends on other rows, and each sequence has random draws of its
 //! own.
 //!
-//! First tokens that prompts have in common are computed once, and copied between slots.
+//! A prompt that is in a slot, or begins at the same time as an equal one, is copied instead of computed again. So is a
+//! beginning that a prompt has in common with one in a slot.
 
 use super::decoding::{Decoding, EndReason};
 use super::sampling::Sampling;
@@ -203,6 +204,9 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
 
     /// Fills the slots of new prompts. The longest beginning that a slot holds is copied, the rest computed.
     fn begin(&mut self, new: &[&NewPrompt<'a>]) -> Result<(), DeviceFailure> {
+        if new.is_empty() {
+            return Ok(());
+        }
         let (mut copies, mut appended) = (Vec::new(), Vec::new());
         let is_replaced = |slot: usize| new.iter().any(|prompt| prompt.slot == slot);
         for &&NewPrompt { slot, tokens } in new {

@@ -71,7 +71,10 @@ impl Alarms {
         if self.norms.len() == NORMS_MAX {
             self.norms.pop_front();
         }
-        self.norms.push_back(norm);
+        // Without any advantage, the gradient is that of the KL penalty alone, or zero.
+        if *frac_reward_zero_std < 1.0 {
+            self.norms.push_back(norm);
+        }
         if self.steps.len() < WINDOW {
             return Vec::new();
         }
@@ -83,6 +86,12 @@ impl Alarms {
         let messages = found.iter().filter(|alarm| is_new(alarm)).map(|(_, message)| message.clone()).collect();
         self.raised = found.into_iter().map(|(kind, _)| kind).collect();
         messages
+    }
+
+    /// Forgets the newest steps, which the run repeats. The entropy of its first steps stays known.
+    pub fn forget_steps(&mut self) {
+        self.steps.clear();
+        self.norms.clear();
     }
 
     /// Returns the alarms for which there is a reason, with their messages.
@@ -100,7 +109,9 @@ impl Alarms {
             found.push((AlarmKind::EqualRewards, message));
         }
         let entropy = self.first_entropy.zip(self.mean_of(|step| step.entropy));
-        if let Some((first, entropy)) = entropy.filter(|(first, entropy)| *entropy <= ENTROPY_MAX * first) {
+        if let Some((first, entropy)) =
+            entropy.filter(|(first, entropy)| *first > 0.0 && *entropy <= ENTROPY_MAX * first)
+        {
             let message = format!(
                 "the mean entropy of completions fell from {first:.3} to {entropy:.3} nats: those of a group hardly differ. \
                  Unless the task is solved, lower train.learning_rate, or raise grpo.epsilon_high or grpo.beta"
@@ -208,6 +219,8 @@ mod tests {
             assert!(matches!(&messages[..], [(2..=10, message)] if message.contains(expected)), "{messages:?}");
             observe(&mut alarms, 200, &healthy(), 0.5);
             assert_eq!(observe(&mut alarms, 30, &figures, norm).len(), 1, "{expected}");
+            alarms.forget_steps();
+            assert_eq!(observe(&mut alarms, 9, &figures, norm), [], "{expected}");
         }
     }
 

@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Smallest ratio of the pause after a check to the time that the check and the run's reaction took.
 const IDLE_FACTOR: u32 = 10;
+/// Longest pause after a check that asks for no change. A process that is stopped during such a check would otherwise be
+/// blind for much longer than it was stopped.
+const MAX_CALM_PAUSE: Duration = Duration::from_secs(10);
 /// Time for which memory must stay free before the run uses it again. It doubles each time that other processes soon
 /// need the memory back.
 const INITIAL_CALM: Duration = Duration::from_secs(10);
@@ -44,6 +47,8 @@ pub struct MemoryUsage {
 #[derive(Clone, Copy, Debug)]
 pub struct PressureMonitor {
     next: Instant,
+    /// Whether the newest check asked the run to shrink or to grow.
+    asked_for_change: bool,
     /// Start of the time in which enough memory has been free for the run to grow. `None` while there is too little, or
     /// while the run needs no more.
     calm_since: Option<Instant>,
@@ -57,7 +62,13 @@ pub struct PressureMonitor {
 impl PressureMonitor {
     /// Creates a monitor at the time `now`. Its first check is due one second later.
     pub fn new(now: Instant) -> PressureMonitor {
-        PressureMonitor { next: now + POLL_INTERVAL, calm_since: None, required_calm: INITIAL_CALM, last_growth: None }
+        PressureMonitor {
+            next: now + POLL_INTERVAL,
+            asked_for_change: false,
+            calm_since: None,
+            required_calm: INITIAL_CALM,
+            last_growth: None,
+        }
     }
 
     /// Whether the next check is due.
@@ -66,9 +77,10 @@ impl PressureMonitor {
     }
 
     /// Schedules the next check after a check that lasted from `start` to `now`. The pause is ten times as long as that
-    /// check, but never shorter than one second.
+    /// check, but never shorter than one second. After a check that asked for no change, it is at most ten seconds.
     pub fn schedule_next(&mut self, start: Instant, now: Instant) {
-        self.next = now + POLL_INTERVAL.max(now.duration_since(start) * IDLE_FACTOR);
+        let longest = if self.asked_for_change { Duration::MAX } else { MAX_CALM_PAUSE };
+        self.next = now + (now.duration_since(start) * IDLE_FACTOR).clamp(POLL_INTERVAL, longest);
     }
 
     /// Checks a memory, of which the run holds `usage.now` bytes. Returns whether the run should shrink, may grow, or
@@ -78,6 +90,12 @@ impl PressureMonitor {
     /// shrink until twice the margin is free. The run may grow if enough memory has stayed free for some time. Twice
     /// the margin then remains free, because the run would oscillate otherwise.
     pub fn observe(&mut self, memory: &Memory, usage: MemoryUsage, now: Instant) -> PressureSignal {
+        let signal = self.signal(memory, usage, now);
+        self.asked_for_change = signal != PressureSignal::None;
+        signal
+    }
+
+    fn signal(&mut self, memory: &Memory, usage: MemoryUsage, now: Instant) -> PressureSignal {
         let left = available(memory, usage.now);
         if memory.free < margin(memory) {
             self.calm_since = None;
@@ -217,7 +235,13 @@ mod tests {
         let mut pressure = PressureMonitor::new(start);
         assert!(!pressure.is_due(start) && pressure.is_due(start + POLL_INTERVAL));
         let long = start + Duration::from_secs(3);
+        let seconds = |seconds: u64| long + Duration::from_secs(seconds);
         pressure.schedule_next(start, long);
-        assert!(!pressure.is_due(long + Duration::from_secs(29)) && pressure.is_due(long + Duration::from_secs(30)));
+        assert!(!pressure.is_due(seconds(9)) && pressure.is_due(seconds(10)), "a check that asked for no change");
+        let full =
+            MemoryUsage { now: Bytes::gib(8), line: Bytes::gib(8), budget: Bytes::gib(8), target: Bytes::gib(8) };
+        assert!(matches!(pressure.observe(&memory(Bytes::ZERO), full, long), PressureSignal::Shrink(_)));
+        pressure.schedule_next(start, long);
+        assert!(!pressure.is_due(seconds(29)) && pressure.is_due(seconds(30)));
     }
 }

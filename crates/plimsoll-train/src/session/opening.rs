@@ -193,7 +193,10 @@ impl Session {
         let step = self.info.step;
         self.step_times.truncate(step.saturating_sub(self.context.resumed_step) as usize);
         self.last_eval = self.last_eval.filter(|(eval_step, _)| *eval_step <= step);
-        self.rounds.iter_mut().for_each(|rounds| rounds.figures.retain(|(round_step, _)| *round_step <= step));
+        if let Some(rounds) = &mut self.rounds {
+            rounds.figures.retain(|(round_step, _)| *round_step <= step);
+            rounds.alarms.forget_steps();
+        }
         self.evaluator.iter_mut().for_each(|evaluator| evaluator.cancel_after(step));
         self.current_step = step;
         self.checkpoints.set_newest(step);

@@ -6,13 +6,12 @@ use crate::inference::CachedDecoder;
 use crate::inference::batch::SlotDecoder;
 use crate::inference::completions::{CompletionRequest, SampledCompletion, complete};
 use crate::team::Team;
-use plimsoll_core::PredictedGeneration;
 use std::ops::Range;
 use std::sync::Arc;
 
 impl Team {
     /// Completes all prompts of a request, and returns the completions in order. Each worker that holds the whole model
-    /// completes a part of them, by its predicted speed of generation; otherwise the workers complete each together.
+    /// completes a part of them, by its share of a step; otherwise the workers complete each together.
     ///
     /// # Errors
     /// The failure of a worker.
@@ -21,19 +20,12 @@ impl Team {
         if self.is_partitioned() {
             return complete(self, request, 0..count);
         }
-        let speeds = self.workers().iter().map(|worker| Some(generation_speed(worker.plan.generation?)));
-        // A plan with a single slot predicts no speed.
-        let of_step = || self.workers().iter().map(|worker| worker.sequences).collect();
-        let shares: Vec<u64> = speeds.collect::<Option<Vec<u64>>>().unwrap_or_else(of_step);
+        // Shares of a step are part of the plan, so a run that is repeated or resumed gives each device the same prompts.
+        let shares: Vec<u64> = self.workers().iter().map(|worker| worker.sequences).collect();
         let (request, ranges) = (Arc::clone(request), split_by_shares(count, &shares));
         let parts = self.on_all(move |rank, engine| complete(engine, &request, ranges[rank].clone()))?;
         Ok(parts.concat())
     }
-}
-
-/// Returns the predicted tokens of all sequences of a device in 1,000 seconds.
-fn generation_speed(PredictedGeneration { sequences, token_seconds }: PredictedGeneration) -> u64 {
-    (1e3 * sequences as f64 / token_seconds.max(1e-9)) as u64
 }
 
 /// Splits `count` prompts into consecutive ranges, in proportion to `shares`.
@@ -119,8 +111,6 @@ mod tests {
 
     #[test]
     fn prompts_are_split_by_shares() {
-        let speed = |token_seconds| generation_speed(PredictedGeneration { sequences: 8, token_seconds });
-        assert_eq!(split_by_shares(8, &[speed(0.01), speed(0.03)]), [0..6, 6..8]);
         assert_eq!(split_by_shares(8, &[3, 1]), [0..6, 6..8]);
         assert_eq!(split_by_shares(5, &[1, 0, 1]), [0..2, 2..2, 2..5]);
         assert_eq!(split_by_shares(1, &[2, 2]), [0..0, 0..1]);
