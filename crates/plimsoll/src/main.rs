@@ -81,11 +81,10 @@ fn prints_json() -> bool {
 
 fn run(command: Command) -> Result<Exit, Failure> {
     match command {
-        Command::Train(args) if matches!(args.example, Some(Example::Grpo | Example::Dpo)) => {
-            let example = args.example.unwrap_or(Example::Grpo);
-            commands::example::run(&args, example)
-        }
-        Command::Train(args) => commands::train::run(&args),
+        Command::Train(args) => match args.example {
+            Some(example @ (Example::Grpo | Example::Dpo)) => commands::example::run(&args, example),
+            Some(Example::Sums) | None => commands::train::run(&args),
+        },
         Command::Plan(args) => commands::plan::run(&args),
         Command::Data(args) => commands::data::run(&args),
         Command::Sweep(args) => commands::sweep::run(&args),
