@@ -102,9 +102,12 @@ class LlamaCpp:
         settings = {"temperature": 0, "samplers": ["top_k"], "top_k": 1, "return_tokens": True, "cache_prompt": False}
         return self.post("/completion", {"prompt": prompt, "n_predict": count, **settings, **more})
 
-    def log_probabilities(self, prompt, vocab):
-        """Returns the log probability of each token after a prompt."""
-        answer = self.complete(prompt, 1, n_probs=vocab, post_sampling_probs=False)
+    def log_probabilities(self, prompt, vocab, bias=()):
+        """Returns the log probability of each token after a prompt. A bias changes the chosen token, not the probabilities.
+
+        llama.cpp returns no probabilities if the chosen token is a part of a character.
+        """
+        answer = self.complete(prompt, 1, n_probs=vocab, post_sampling_probs=False, logit_bias=list(bias))
         found = numpy.full(vocab, numpy.nan)
         for entry in answer["completion_probabilities"][0]["top_logprobs"]:
             found[entry["id"]] = entry["logprob"]
@@ -493,9 +496,10 @@ def check_blocks(checks, plimsoll, temp):
         weights = read_weights(model)
         expected = in_gguf(config, weights)
         prompt = tokenizer.encode("The planner computes").ids
+        bias = [[tokenizer.token_to_id("a"), 1e6]]
         exact = temp / f"wide-{hidden}-f32.gguf"
         plimsoll.export(model, exact, "f32")
-        base = LlamaCpp(exact).log_probabilities(prompt, config["vocab_size"])
+        base = LlamaCpp(exact).log_probabilities(prompt, config["vocab_size"], bias)
         for file_type, head in mixes.items():
             name, file = f"{hidden} columns, {file_type}", temp / f"wide-{hidden}-{file_type}.gguf"
             plimsoll.export(model, file, file_type)
@@ -505,7 +509,7 @@ def check_blocks(checks, plimsoll, temp):
             if hidden == 256:
                 checks.equal(f"{name}: type of the head", tensors["output.weight"].tensor_type.name, head)
             check_errors(checks, name, tensors, expected)
-            found = LlamaCpp(file).log_probabilities(prompt, config["vocab_size"])
+            found = LlamaCpp(file).log_probabilities(prompt, config["vocab_size"], bias)
             divergence = float((numpy.exp(base) * (base - found)).sum())
             checks.at_most(f"{name}: divergence of llama.cpp from f32, nats", divergence, 0.2)
 
