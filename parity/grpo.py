@@ -3,11 +3,12 @@
 
     parity/run grpo [--seed N]
     parity/run grpo --speed ROUNDS [--shape smollm2-135m]
+    parity/run grpo --longest MIB
 
 Both train on the same completions with the same rewards, in f32, with the same optimizer. Prints one line per check: ok or FAIL,
 its name, the distance found and its limit. Exit code 1 if any failed. With --speed, both sample completions of the same prompts, in
 turn, on two threads. It prints the tokens per second of sampling, the seconds of the whole step, and those of the step without
-sampling.
+sampling. With --longest, it prints the longest completions that both train on under one memory limit (grpo_memory.py).
 """
 
 import argparse
@@ -504,11 +505,19 @@ def print_speeds(ours, theirs, ratio):
     )
 
 
+def measure_memory(binary, mib):
+    """Prints the longest completions under a limit in MiB."""
+    import grpo_memory  # imports this file
+
+    return grpo_memory.measure(binary, mib)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--speed", type=int, metavar="ROUNDS")
     parser.add_argument("--shape", choices=SPEED_SHAPES, default="small", help="of the model for --speed")
+    parser.add_argument("--longest", type=int, metavar="MIB")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     disable_progress_bars()
@@ -516,6 +525,8 @@ def main():
     binary = Path(os.environ.get("PLIMSOLL", live.ROOT / "target/release/plimsoll"))
     if options.speed:
         return measure_speed(binary, options.shape, options.speed)
+    if options.longest:
+        return measure_memory(binary, options.longest)
     report, plimsoll = live.Report(), live.Plimsoll(binary)
     by_name = {case.name: case for case in live.MODELS}
     with tempfile.TemporaryDirectory() as folder:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from plimsoll import _native
+from plimsoll.errors import InputError
 from plimsoll.results import BestBatch, Event, Machine, BudgetChange, Plan, Trained
 from plimsoll.run_file import AnyPath, RunFile, settings
 
@@ -48,9 +51,18 @@ def train(
     Ctrl-C also ends the run after its step: ``KeyboardInterrupt`` is raised once everything is saved, and its message says how
     to resume. A second Ctrl-C raises at once and keeps the newest checkpoint.
 
+    ``grpo={"rewards": [function]}`` takes functions at the top level of a file, in the form of TRL. They run in processes of this
+    interpreter (docs/rewards.md).
+
     Raises :class:`plimsoll.InputError` and :class:`plimsoll.DoesNotFit` before training starts, and :class:`plimsoll.Stopped`
     if the run cannot continue now but can be resumed.
     """
+    if "PLIMSOLL_REWARD_PROCESS" in os.environ:
+        raise InputError(
+            "this file is imported for its reward functions, and trains", ['put the training under if __name__ == "__main__":']
+        )
+    # The interpreter of functions that compute rewards.
+    os.environ.setdefault("PLIMSOLL_PYTHON", sys.executable)
     handle_line = None if on_event is None else lambda line: on_event(json.loads(line))
     return cast(Trained, json.loads(_native.train(run_file, settings(sections), resume, save, handle_line)))
 

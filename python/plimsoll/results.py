@@ -334,6 +334,21 @@ class PredictedGeneration(TypedDict):
     token_seconds: float
 
 
+class SmallestRecipe(TypedDict):
+    """The recipe of the smallest peak, for a run that samples completions."""
+
+    #: The recipe.
+    recipe: Recipe
+    #: Completions that it samples at once.
+    slots: int
+    #: The lowest load line under which it fits.
+    peak_bytes: int
+    #: Most bytes of the arena in use during each kind of work.
+    by_program: dict[str, int]
+    #: Predicted seconds of one optimizer step.
+    step_seconds: float
+
+
 class Remedy(TypedDict):
     """A remedy for a run that does not fit: the smallest budget that fits if the given lossy rungs are allowed."""
 
@@ -434,6 +449,9 @@ Plan = TypedDict(
         "predicted": Predicted,
         #: Predicted speed of generation; absent unless several sequences are generated at once.
         "generation": "NotRequired[PredictedGeneration]",
+        #: The recipe of the smallest peak. Filled by ``plimsoll plan`` for a run that samples completions on one device, else
+        #: absent.
+        "smallest": "NotRequired[SmallestRecipe]",
         #: Remedies if the run does not fit, least loss first; empty if it fits.
         "needs": list[Remedy],
         #: The workload that was planned; absent if only a part of a run was planned.
@@ -513,7 +531,7 @@ class RoundSeconds(TypedDict):
     reward: float
     #: Log-probabilities of their tokens.
     score: float
-    #: The same under the initial weights of the run.
+    #: Log-probabilities of their tokens under the initial weights of the run.
     reference: float
     #: Gradients and update.
     update: float

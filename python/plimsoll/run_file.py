@@ -5,11 +5,13 @@ Every key is optional. Values are those of the run file; a path may also be a ``
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict, Union
 
+from plimsoll.errors import InputError
 from plimsoll.results import Level as Level
 from plimsoll.results import Rung as Rung
 
@@ -128,7 +130,7 @@ class GrpoSection(TypedDict, total=False):
     scale_rewards: Literal["group", "batch", "none"]
     importance_sampling_level: Literal["token", "sequence"]
     mask_truncated_completions: bool
-    rewards: Sequence[str]
+    rewards: Sequence[str | Callable[..., object]]
     reward_weights: Sequence[float]
     reward_timeout_seconds: float
 
@@ -188,7 +190,10 @@ class RunFile(TypedDict, total=False):
 
 
 def settings(sections: Mapping[str, object]) -> list[str]:
-    """Converts sections with their keys to settings, as ``--set`` takes them: ``train.steps=20``."""
+    """Converts sections with their keys to settings, as ``--set`` takes them: ``train.steps=20``.
+
+    Raises :class:`plimsoll.InputError` for a reward function that another process cannot import.
+    """
     return [
         f"{section}.{key}={_toml(value)}"
         for section, keys in sections.items()
@@ -198,14 +203,32 @@ def settings(sections: Mapping[str, object]) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    """Formats a value as TOML, on one line. Strings, numbers and booleans are written as in JSON."""
+    """Formats a value as TOML, on one line. Strings, numbers and booleans are written as in JSON, functions as rewards."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, os.PathLike):
         return _toml(os.fspath(value))
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if callable(value):
+        return _toml(_reward_of(value))
     return json.dumps(value, ensure_ascii=False, default=_refuse)
+
+
+def _reward_of(function: Callable[..., object]) -> str:
+    """Returns the entry of ``grpo.rewards`` for a function at the top level of a file."""
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(function)
+    except TypeError:
+        file = None
+    # Functions within functions, and those without a name, have a part in angle brackets.
+    if not file or not os.path.isfile(file) or not file.endswith(".py") or not name or "<" in name:
+        raise InputError(
+            f"the reward function {name or function!r} cannot be imported from a file",
+            ["define it with def at the top level of a .py file, or name it as in python:rewards.py:FUNCTION"],
+        )
+    return f"python:{os.path.abspath(file)}:{name}"
 
 
 def _refuse(value: object) -> object:

@@ -69,6 +69,45 @@ def test_settings_are_written_as_toml() -> None:
     ]
 
 
+def test_functions_reward_completions(tmp_path: Path) -> None:
+    """A function of a file, and one of the script that trains."""
+    plimsoll.train(**example(tmp_path / "first", steps=2))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": "1"}) + "\n" for number in range(8)))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import plimsoll, sys\n"
+        "def starts_with(completions, answer):\n"
+        "    return [float(text.startswith(start)) for text, start in zip(completions, answer)]\n"
+        "def train():\n"
+        "    return plimsoll.train(\n"
+        f"        model={{'path': {str(tmp_path / 'first' / 'model')!r}}}, data={{'train': {str(prompts)!r}}},\n"
+        "        train={'objective': 'grpo', 'steps': 2, 'learning_rate': 1e-4, 'warmup_steps': 0},\n"
+        "        grpo={'rewards': [starts_with], 'num_generations': 4, 'prompts_per_step': 2, 'max_prompt_length': 8,\n"
+        "              'max_completion_length': 8},\n"
+        "        run={'dir': __file__ + '.run', 'devices': 'cpu=400MiB', 'threads': 1})\n"
+        "if __name__ == '__main__' or 'unguarded' in __file__:\n"
+        "    print(train()['result']['status'])\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "script.py.run" / "rounds" / "round-1.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    assert [line["rewards"] for line in lines] == [[float(line["completion"].startswith("1"))] for line in lines]
+
+    # A script that trains whenever it is imported would train within itself.
+    unguarded = script.rename(tmp_path / "unguarded.py")
+    done = subprocess.run([sys.executable, unguarded], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "imported for its reward functions, and trains" in done.stderr, done.stderr
+
+    def inner(completions: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    for function in (inner, lambda completions: [0.0 for _ in completions], len):
+        with pytest.raises(plimsoll.InputError, match="cannot be imported from a file"):
+            settings({"grpo": {"rewards": [function]}})
+
+
 def test_train_delivers_events_and_returns_folder_content(tmp_path: Path) -> None:
     events: list[results.Event] = []
     threads = set()

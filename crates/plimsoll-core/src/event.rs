@@ -188,7 +188,7 @@ pub struct RoundSeconds {
     pub reward: f64,
     /// Log-probabilities of their tokens.
     pub score: f64,
-    /// The same under the initial weights of the run.
+    /// Log-probabilities of their tokens under the initial weights of the run.
     #[serde(default)]
     pub reference: f64,
     /// Gradients and update.

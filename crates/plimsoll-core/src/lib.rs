@@ -92,7 +92,7 @@ pub use log_request::LogRequest;
 pub use models_bench::{ModelRow, ModelStatus, ModelsBench};
 pub use plan::{
     DevicePlan, Fallback, GemmAlgorithms, MachineHost, Plan, PlannedWorkload, Predicted, PredictedGeneration,
-    Recommendation, Remedy, RungEffect, RungPrice,
+    Recommendation, Remedy, RungEffect, RungPrice, SmallestRecipe,
 };
 pub use recipe::{Class, Offload, Recipe, RecomputeLevel, Rung, ScratchOffload, describe_levels, micro_batches};
 pub use result::{

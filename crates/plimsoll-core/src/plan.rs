@@ -61,6 +61,22 @@ pub struct PredictedGeneration {
     pub token_seconds: f64,
 }
 
+/// The recipe of the smallest peak, for a run that samples completions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct SmallestRecipe {
+    /// The recipe.
+    pub recipe: Recipe,
+    /// Completions that it samples at once.
+    pub slots: u64,
+    /// The lowest load line under which it fits.
+    pub peak_bytes: Bytes,
+    /// Most bytes of the arena in use during each kind of work.
+    pub by_program: BTreeMap<WorkKind, Bytes>,
+    /// Predicted seconds of one optimizer step.
+    pub step_seconds: f64,
+}
+
 /// The cuBLASLt algorithm of each matrix product of a run on a GPU. The algorithm decides the last bits of a product,
 /// so it is chosen once and stored with plan and checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -310,6 +326,10 @@ pub struct Plan {
     /// Predicted speed of generation; `None` unless several sequences are generated at once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generation: Option<PredictedGeneration>,
+    /// The recipe of the smallest peak. Filled by `plimsoll plan` for a run that samples completions on one device, else
+    /// `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub smallest: Option<SmallestRecipe>,
     /// Remedies if the run does not fit, least loss first; empty if it fits.
     pub needs: Vec<Remedy>,
     /// The workload that was planned; `None` if only a part of a run was planned.

@@ -153,7 +153,7 @@ pub enum WorkKind {
     /// Forward pass of training data that computes the log-probability of each label.
     #[serde(rename = "score")]
     Score,
-    /// The same under the initial weights of the run.
+    /// Forward pass of training data that computes the log-probability of each label under the initial weights of the run.
     #[serde(rename = "reference")]
     Reference,
     /// Writes weights and optimizer state to files.

@@ -162,6 +162,11 @@ fn decode<T: Multiply<Wide = f32>>(bench: &mut Bench, lanes: u64) {
         (64, 4096, 4096),
         (64, 4096, 768),
         (64, 768, 2048),
+        (8, 768, 2048),
+        (16, 768, 2048),
+        (16, 2048, 384),
+        (16, 384, 1024),
+        (16, 8192, 384),
     ] {
         let (a, b) = (numbers::<T>(m * k), numbers::<T>(k * n));
         let mut out = zeros::<T>(m * n);

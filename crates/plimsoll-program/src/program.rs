@@ -88,7 +88,8 @@ pub enum ProgramKind {
     /// gradients.
     #[serde(rename = "score")]
     Score,
-    /// The same under the initial weights of the run, with which the objective compares.
+    /// Forward pass of a micro-batch of training data that computes the log-probability of each label under the initial
+    /// weights of the run, with which the objective compares.
     #[serde(rename = "reference")]
     Reference,
     /// Forward pass of a chunk of the prompt, which fills the key-value cache.

@@ -141,9 +141,6 @@ pub mod cpu {
     pub const PRODUCT_ROWS: u64 = 96;
     /// Columns of the right-hand side of a matrix product that are packed at once.
     pub const PRODUCT_COLUMNS: u64 = 2048;
-    /// Largest number of left-hand rows m with which a matrix product multiplies without packed copies of its operands.
-    /// It does so only if the right-hand side is stored `[n, k]`.
-    pub const PRODUCT_FEW_ROWS: u64 = 4;
 
     /// Returns the part of the inner dimension `k` that a matrix product packs at once, from 1 to [`PRODUCT_DEPTH`].
     /// All parts of k have this length, except for a shorter last one.

@@ -7,7 +7,7 @@ use crate::remedies::RemedySettings;
 use crate::text::{columns, columns_with_notes, count, percent, seconds, wrapped};
 use plimsoll_core::{
     Bytes, Category, Class, DevicePlan, DeviceSpec, Failure, Fallback, Offload, Plan, PredictedGeneration, Recipe,
-    Recommendation, Rung, RungEffect, RungPrice, WorkKind, format_count, peak_point,
+    Recommendation, Rung, RungEffect, RungPrice, SmallestRecipe, WorkKind, format_count, peak_point,
 };
 use plimsoll_plan::search::TriedRecipe;
 
@@ -76,6 +76,7 @@ pub fn table(view: &PlanView) -> String {
             count(sequences as f64 / token_seconds),
         );
     }
+    text += &plan.smallest.as_ref().map_or_else(String::new, smallest_recipe);
     if plan.checkpoint_bytes > Bytes::ZERO {
         text += &format!("a checkpoint: {}\n", plan.checkpoint_bytes);
     }
@@ -98,6 +99,20 @@ pub fn recommendations_text(recommendations: &[Recommendation]) -> String {
         wrapped(&format!("- {text}"), WIDTH, "  ") + &format!("    {command}\n")
     };
     "\nfaster, as predicted:\n".to_owned() + &recommendations.iter().map(paragraph).collect::<String>()
+}
+
+/// Formats the recipe of the smallest peak with the bytes of each kind of work.
+fn smallest_recipe(smallest: &SmallestRecipe) -> String {
+    let SmallestRecipe { recipe, slots, peak_bytes, by_program, step_seconds } = smallest;
+    let sentence = format!(
+        "smallest load line (predicted): {peak_bytes}, with {recipe}, {} at once; {} a step",
+        format_count(*slots as usize, "completion"),
+        seconds(*step_seconds),
+    );
+    let mut rows = vec![vec!["arena in each Program there".to_owned(), String::new()]];
+    let kinds = WORK_KINDS.iter().filter_map(|work| Some((work, by_program.get(work)?)));
+    rows.extend(kinds.map(|(work, bytes)| vec![format!("  {work}"), bytes.to_string()]));
+    wrapped(&sentence, WIDTH, "  ") + &columns(&rows)
 }
 
 /// Describes the reason for the fallback to the CPU, and the predicted throughput there.
@@ -499,6 +514,7 @@ mod tests {
             file: None,
             predicted: Predicted { step_seconds: 0.0841, tokens_per_second: 48_704.0 },
             generation: None,
+            smallest: None,
             needs: vec![],
             planned_for: None,
             contention_note: None,

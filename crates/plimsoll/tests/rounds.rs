@@ -28,7 +28,12 @@ max_completion_length = 8
 /// Creates a workspace with the run file `rollouts.toml`, which trains on the completions of `rollouts.jsonl`, and
 /// `sampled.toml`, which samples completions of `prompts.jsonl`. A completion is rewarded if it begins with the letter `a`.
 fn workspace() -> Workspace {
-    let workspace = Workspace::new(&QUICK);
+    workspace_of(&QUICK)
+}
+
+/// Creates the same workspace with a model of another shape.
+fn workspace_of(shape: &Shape) -> Workspace {
+    let workspace = Workspace::new(shape);
     let mut lines = Vec::new();
     for number in 0..36u64 {
         let ids = |seed: u64, count: u64| -> Vec<u64> { (0..count).map(|at| 2 + (seed * 7 + at * at) % 26).collect() };
@@ -279,6 +284,30 @@ fn failed_reward_stops_the_run_resumably() {
     workspace.succeed(&["train", "--resume", "run", "--quiet"]);
     let result = workspace.json("run/result.json");
     assert_eq!((&result["status"], &result["steps"]), (&json!("done"), &json!(6)));
+}
+
+#[test]
+fn completions_are_rewarded_while_others_are_sampled() {
+    let workspace = workspace_of(&Shape { hidden: 512, ..QUICK });
+    workspace.write(
+        "rewards.py",
+        "def first_letter(completions, answer):\n\
+         \x20   with open('calls', 'a') as file:\n\
+         \x20       print(len(completions), file=file)\n\
+         \x20   return [float(text.startswith(start)) for text, start in zip(completions, answer)]\n",
+    );
+    let rewards = ["--set", "grpo.rewards=[\"python:rewards.py:first_letter\"]", "--set", "grpo.reward_weights=[]"];
+    let sizes = ["--set", "train.steps=3", "--set", "recipe.slots=1", "--set", "grpo.max_completion_length=24"];
+    train(&workspace, "sampled.toml", "function", &[&rewards[..], &sizes].concat());
+    let calls: Vec<usize> = workspace.read("calls").lines().map(|line| line.parse().unwrap()).collect();
+    // Those of three rounds, and of the evaluation at the end.
+    assert_eq!(calls.iter().sum::<usize>(), 3 * 12 + 6, "{calls:?}");
+    // All completions of a round at once would be one call, or few.
+    assert!(calls.len() > 3 * 4, "{calls:?}");
+    // The same rewards as those of the built-in function.
+    let built_in = ["--set", "grpo.rewards=[\"regex:^a\"]", "--set", "grpo.reward_weights=[]"];
+    train(&workspace, "sampled.toml", "built-in", &[&built_in[..], &sizes].concat());
+    assert_eq!(model(&workspace, "function"), model(&workspace, "built-in"));
 }
 
 #[test]

@@ -19,6 +19,9 @@ fn device(rng: &mut Rng) -> String {
 pub fn run_refusals(binary: &Path, seed: u64, number: u64) -> Tally {
     let mut tally = Tally::default();
     let case = RandomRun::on(binary, (seed, number), &small_model, &device);
+    // Half of the runs sample completions.
+    let mut rng = Rng::new(seed ^ 10, number);
+    let case = case.and_then(|case| if rng.chance(0.5) { case.with_sampled_completions(&mut rng) } else { Ok(case) });
     let label = case.as_ref().map_or_else(|_| number.to_string(), |case| case.label.clone());
     let result = case.and_then(|case| {
         let checked = check_run(&case, &mut tally);
@@ -46,13 +49,33 @@ fn check_run(case: &RandomRun, tally: &mut Tally) -> anyhow::Result<()> {
     let (plain, refused) = (plain?, refused?);
     let classes = refused.classes();
     tally.cover(if classes.is_empty() { "never refused" } else { "refused" });
-    case.check_same_samples(&plain, &refused, tally);
+    if !plain.rounds.is_empty() {
+        tally.cover("rounds of completions");
+        classes.iter().for_each(|_| tally.cover("recoveries in runs that sample"));
+        check_rounds(case, &plain, &refused, tally);
+    }
     if !resumed && classes.iter().all(|class| *class == Class::Identical) {
         tally.cover("identical rungs only");
+        case.check_same_samples(&plain, &refused, tally);
+        tally.check("identical rungs keep every completion", plain.rounds == refused.rounds, || label.clone());
         tally.check("identical rungs keep every bit", plain.tensors == refused.tensors, || label.clone());
         tally.check("identical rungs keep every loss", plain.steps == refused.steps, || label.clone());
         return Ok(());
     }
-    case.compare_losses("over other rungs", &plain, &refused, tally);
+    // Other sums may draw another token, which is another sample.
+    if plain.rounds == refused.rounds {
+        case.check_same_samples(&plain, &refused, tally);
+        case.compare_losses("over other rungs", &plain, &refused, tally);
+    }
     Ok(())
+}
+
+/// Checks that no completion of a round is lost or doubled: each round has the same prompts, and each completion its rewards.
+fn check_rounds(case: &RandomRun, plain: &RunRecord, refused: &RunRecord, tally: &mut Tally) {
+    let prompts =
+        |record: &RunRecord| record.rounds.iter().flatten().map(|sample| sample.prompt.clone()).collect::<Vec<_>>();
+    tally.check("no completion is lost or doubled", prompts(plain) == prompts(refused), || case.label.clone());
+    let mut samples = refused.rounds.iter().flatten();
+    let is_rewarded = samples.all(|sample| sample.rewards.as_array().is_some_and(|rewards| !rewards.is_empty()));
+    tally.check("each completion has rewards", is_rewarded, || case.label.clone());
 }

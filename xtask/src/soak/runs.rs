@@ -3,19 +3,26 @@
 
 use super::case::Rng;
 use super::tally::Tally;
-use super::whole_process::{ModelSizes, config, data};
+use super::whole_process::{ModelSizes, VOCAB_MIN, config, data};
 use crate::program::{self, ProgramOutput};
 use anyhow::{Context, bail, ensure};
 use plimsoll_core::{Class, DType, Event, Exit, Plan, Record};
 use plimsoll_device::private_file;
 use plimsoll_program::models::ModelType;
 use plimsoll_train::fault_injection::Injection;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
 use std::hash::{DefaultHasher, Hasher};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// The reward of half of the tokens.
+const REWARD: &str = "
+def evens(completions):
+    return [sum(word[-1] in '02468' for word in text.split()) / max(1, len(text.split())) for text in completions]
+";
 
 /// Number of steps of each random run.
 pub const STEPS: u64 = 6;
@@ -127,6 +134,44 @@ impl RandomRun {
         RandomRun { binary, folder, settings: all, devices, label, ..*self }
     }
 
+    /// Returns the run with prompts instead of its data, whose completions it samples and rewards.
+    ///
+    /// # Errors
+    /// Fails if files of the run cannot be written.
+    pub fn with_sampled_completions(&self, rng: &mut Rng) -> anyhow::Result<RandomRun> {
+        let word = |id: u64| format!("t{id}");
+        let vocab: BTreeMap<String, u64> = (0..VOCAB_MIN).map(|id| (word(id), id)).collect();
+        let split = json!({"type": "WhitespaceSplit"});
+        let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": word(1)});
+        let tokenizer = json!({"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model});
+        fs::write(self.folder.join("tokenizer.json"), tokenizer.to_string())?;
+        for (file, count) in [("prompts.jsonl", 20), ("held-out.jsonl", 3)] {
+            let mut prompt =
+                || (0..rng.range(1, 8)).map(|_| word(rng.range(2, VOCAB_MIN - 1))).collect::<Vec<_>>().join(" ");
+            let lines: Vec<String> =
+                (0..count).map(|_| json!({"prompt": prompt(), "answer": "t7"}).to_string()).collect();
+            fs::write(self.folder.join(file), lines.join("\n"))?;
+        }
+        let mut run = self.with(&[]);
+        run.settings.retain(|setting| !["data.", "train.batch_tokens="].iter().any(|start| setting.starts_with(start)));
+        let rewards = rng.pick(&["[\"regex:[02468]$\"]", "[\"length_penalty:3\", \"python:reward.py:evens\"]"]);
+        fs::write(self.folder.join("reward.py"), REWARD)?;
+        run.settings.extend([
+            "train.objective=grpo".to_owned(),
+            "data.train=prompts.jsonl".to_owned(),
+            "data.eval=held-out.jsonl".to_owned(),
+            format!("grpo.rewards={rewards}"),
+            "grpo.num_generations=4".to_owned(),
+            "grpo.prompts_per_step=2".to_owned(),
+            "grpo.max_prompt_length=8".to_owned(),
+            format!("grpo.max_completion_length={}", rng.range(3, 16)),
+            format!("grpo.num_iterations={}", rng.pick(&[1, 1, 2])),
+            format!("grpo.beta={}", rng.pick(&[0.0, 0.0, 0.1])),
+        ]);
+        run.label += ", sampled";
+        Ok(run)
+    }
+
     /// Runs a command of the program, such as `plan --json`, to its end. `with_settings` adds the run file and all
     /// settings.
     fn start(&self, command: &[&str], with_settings: bool) -> anyhow::Result<ProgramOutput> {
@@ -219,6 +264,19 @@ pub struct RunRecord {
     pub events: Vec<Event>,
     /// Name and hash of each tensor file in the final checkpoint.
     pub tensors: Vec<(String, u64)>,
+    /// The completions of each round, in order; none for runs that sample none.
+    pub rounds: Vec<Vec<SampledText>>,
+}
+
+/// A completion of a round.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampledText {
+    /// Its prompt.
+    pub prompt: Value,
+    /// Its tokens.
+    pub tokens: Value,
+    /// Its rewards.
+    pub rewards: Value,
 }
 
 impl RunRecord {
@@ -245,7 +303,10 @@ impl RunRecord {
         }
         tensors.sort();
         ensure!(!tensors.is_empty(), "no tensors in the last checkpoint");
-        Ok(RunRecord { steps, events, tensors })
+        let rounds =
+            (1..=STEPS).map(|round| run.join(format!("rounds/round-{round}.jsonl"))).filter(|file| file.exists());
+        let rounds = rounds.map(|file| read_round(&file)).collect::<anyhow::Result<Vec<_>>>()?;
+        Ok(RunRecord { steps, events, tensors, rounds })
     }
 
     /// Returns the class (identical, reordered or lossy) of each recovery of the run.
@@ -253,6 +314,17 @@ impl RunRecord {
         let class = |event: &Event| if let Event::Recovery(recovery) = event { Some(recovery.class) } else { None };
         self.events.iter().filter_map(class).collect()
     }
+}
+
+/// Reads the completions of a round.
+fn read_round(file: &Path) -> anyhow::Result<Vec<SampledText>> {
+    let text = fs::read_to_string(file)?;
+    let read = |line: &str| {
+        let record: Value = serde_json::from_str(line)?;
+        let [prompt, tokens, rewards] = ["prompt_ids", "completion_ids", "rewards"].map(|key| record[key].clone());
+        Ok(SampledText { prompt, tokens, rewards })
+    };
+    text.lines().map(read).collect()
 }
 
 /// Returns a hash of the contents of a file.

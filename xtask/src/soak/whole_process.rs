@@ -276,7 +276,7 @@ pub fn config(model_type: ModelType, sizes: ModelSizes) -> ModelConfig {
 }
 
 /// Smallest vocabulary of all models in [`RUNS`]. Data with tokens below this number suit each of them.
-const VOCAB_MIN: u64 = 500;
+pub const VOCAB_MIN: u64 = 500;
 
 /// Writes documents of random tokens below `vocab` to a file in `folder`, and returns the file's path.
 ///

@@ -272,6 +272,11 @@ pub fn plan_recipe(request: &PlanRequest, recipe: &Recipe) -> PlanOutcome {
     PackedCandidate::new(&request, recipe.clone()).into_outcome(&request, Vec::new())
 }
 
+/// Plans the recipe with the fewest device bytes, with any combination of the allowed rungs.
+pub fn plan_smallest(request: &PlanRequest) -> PlanOutcome {
+    plan_recipe(request, &smallest_recipe(request, &[], &Arc::default()).recipe)
+}
+
 /// Plans a given recipe for a rank. `like` is the outcome of another rank with the same recipe: its layout is taken if
 /// the tensors of both are equal. A paper device of a sharded team never runs, so it also takes the other rank's
 /// Programs, without the long ones that move files.

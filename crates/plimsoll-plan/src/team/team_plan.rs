@@ -59,6 +59,7 @@ pub(super) fn assemble(team: &TeamRequest, workers: &mut [PlannedWorker]) -> Pla
         machine_hosts,
         predicted: Predicted { step_seconds, tokens_per_second: team.tokens_per_step() / step_seconds },
         generation: predict_generation(parallelism, workers),
+        smallest: None,
         ..first.clone()
     }
 }

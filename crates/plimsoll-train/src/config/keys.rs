@@ -80,7 +80,7 @@ pub(super) const KEYS: &[(&str, &str)] = &[
     ("grpo.scale_rewards", "\"group\", \"batch\" or \"none\""),
     ("grpo.importance_sampling_level", "\"token\" or \"sequence\""),
     ("grpo.mask_truncated_completions", "true or false"),
-    ("grpo.rewards", "a list of rewards, such as [\"exact_match\"] or [\"command:python reward.py\"]"),
+    ("grpo.rewards", "a list of rewards, such as [\"exact_match\"] or [\"python:rewards.py:accuracy\"]"),
     ("grpo.reward_weights", "a list of numbers, one for each reward"),
     ("grpo.reward_timeout_seconds", "seconds, from 1 to 86400"),
     ("memory.budget", "a share of what is free, such as \"90%\", or an amount, such as \"6GiB\""),

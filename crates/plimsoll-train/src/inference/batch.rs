@@ -9,14 +9,19 @@
 //! beginning that a prompt has in common with one in a slot.
 
 use super::decoding::{Decoding, EndReason};
-use super::sampling::Sampling;
+use super::sampling::{Choice, Sampling};
 use crate::engine::failure::DeviceFailure;
 use crate::engine::{Engine, SlotCopy, SlotTokens};
 use plimsoll_core::Failure;
 use std::ops::ControlFlow;
+use std::thread;
 
 /// Number of answers per slot that may wait for an earlier one. It bounds the memory of answers that are not written yet.
 const WAITING_PER_SLOT: usize = 8;
+/// Number of logits that are read before tokens are chosen by them: 8 MiB.
+const LOGITS_AT_ONCE: usize = 1 << 20;
+/// Smallest number of logits for which a thread begins. Choosing by them takes ten times as long as beginning.
+const LOGITS_PER_THREAD: usize = 1 << 15;
 
 /// A model with a key-value cache of several slots, one for each sequence that is generated at once.
 pub trait SlotDecoder {
@@ -96,10 +101,12 @@ pub trait BatchListener {
     /// Any error ends the batch.
     fn on_token(&mut self, prompt: usize, token: i32) -> Result<ControlFlow<EndReason>, Failure>;
 
-    /// Receives the token that was chosen, an end token too, with the logits of all tokens before any penalty, of shape
-    /// `[V]`. Called after [`BatchListener::on_token`].
-    fn on_choice(&mut self, prompt: usize, token: i32, logits: &[f64]) {
-        let _ = (prompt, token, logits);
+    /// Whether [`BatchListener::on_choice`] is called. Otherwise nothing computes log-probabilities.
+    const TAKES_CHOICES: bool = false;
+
+    /// Receives the token that was chosen, an end token too. Called after [`BatchListener::on_token`].
+    fn on_choice(&mut self, prompt: usize, choice: Choice) {
+        let _ = (prompt, choice);
     }
 
     /// Receives all tokens of an answer after its end.
@@ -129,6 +136,17 @@ struct Sequence {
     context: Vec<i32>,
 }
 
+impl Sequence {
+    /// Chooses the next token by its `logits`, and describes the choice if that is asked for.
+    fn choose(&self, rules: Sampling, describes: bool, logits: &mut [f64]) -> Choice {
+        let sampling = Sampling { seed: self.seed, ..rules };
+        if describes {
+            return sampling.choose_and_describe(logits, &self.context);
+        }
+        Choice { token: sampling.choose(logits, &self.context) as i32, logp: 0.0, entropy: 0.0 }
+    }
+}
+
 /// A batch under way.
 struct Batch<'a, D, L> {
     decoder: &'a mut D,
@@ -136,8 +154,8 @@ struct Batch<'a, D, L> {
     prompts: &'a [BatchPrompt<'a>],
     listener: &'a mut L,
     slots: Vec<Slot>,
-    /// Memory for the logits of one slot.
-    logits: Vec<f64>,
+    /// Memory for the logits of the slots whose tokens are chosen at once.
+    logits: Vec<Vec<f64>>,
     /// Index of the next prompt.
     next: usize,
     /// Whether the answer to each prompt has ended.
@@ -251,27 +269,60 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
             }
         }
         self.decoder.decode(&tokens, &lengths)?;
-        let mut logits = std::mem::take(&mut self.logits);
-        for slot in 0..self.slots.len() {
-            if let Some(sequence) = self.slots[slot].sequence.take() {
-                self.decoder.read_logits(slot, &mut logits)?;
-                self.advance(slot, sequence, &mut logits)?;
+        let open: Vec<usize> = (0..self.slots.len()).filter(|&slot| self.slots[slot].sequence.is_some()).collect();
+        let mut rest = &open[..];
+        while let Some(&first) = rest.first() {
+            self.read_logits(0, first)?;
+            let (now, later) = rest.split_at(rest.len().min(slots_at_once(self.logits[0].len())));
+            for (number, slot) in now.iter().enumerate().skip(1) {
+                self.read_logits(number, *slot)?;
             }
+            for (slot, choice) in now.iter().zip(self.choose(now)) {
+                self.advance(*slot, choice)?;
+            }
+            rest = later;
         }
-        self.logits = logits;
         Ok(())
     }
 
-    /// Appends the next token to a sequence. Leaves the sequence in its slot unless it has ended.
-    fn advance(&mut self, slot: usize, mut sequence: Sequence, logits: &mut [f64]) -> Result<(), DeviceFailure> {
-        let Sequence { prompt, given, max_new_tokens, seed, .. } = sequence;
+    /// Reads the logits of a slot into the memory `number`.
+    fn read_logits(&mut self, number: usize, slot: usize) -> Result<(), DeviceFailure> {
+        if number == self.logits.len() {
+            self.logits.push(Vec::new());
+        }
+        self.decoder.read_logits(slot, &mut self.logits[number])
+    }
+
+    /// Chooses the next tokens of `slots` by their logits, on all processors.
+    fn choose(&mut self, slots: &[usize]) -> Vec<Choice> {
+        let sequences = slots.iter().map(|slot| self.slots[*slot].sequence.as_ref().expect("the slot is in use"));
+        let mut jobs: Vec<_> = sequences.zip(&mut self.logits).collect();
+        let sampling = *self.decoding.sampling;
+        let choose =
+            |(sequence, logits): &mut (&Sequence, &mut Vec<f64>)| sequence.choose(sampling, L::TAKES_CHOICES, logits);
+        let size: usize = jobs.iter().map(|(_, logits)| logits.len()).sum();
+        let threads = thread::available_parallelism().map_or(1, usize::from).min(size / LOGITS_PER_THREAD).max(1);
+        let each = jobs.len().div_ceil(threads);
+        thread::scope(|scope| {
+            let (mine, others) = jobs.split_at_mut(each);
+            let others: Vec<_> = others
+                .chunks_mut(each)
+                .map(|jobs| scope.spawn(|| jobs.iter_mut().map(choose).collect::<Vec<_>>()))
+                .collect();
+            let mut choices: Vec<Choice> = mine.iter_mut().map(choose).collect();
+            choices.extend(others.into_iter().flat_map(|thread| thread.join().expect("no choice panics")));
+            choices
+        })
+    }
+
+    /// Appends the next token to the sequence of a slot. Leaves the sequence in its slot unless it has ended.
+    fn advance(&mut self, slot: usize, choice: Choice) -> Result<(), DeviceFailure> {
+        let mut sequence = self.slots[slot].sequence.take().expect("the slot is in use");
+        let Sequence { prompt, given, max_new_tokens, .. } = sequence;
         let limits = (given + max_new_tokens, self.decoder.capacity());
         let listener = &mut *self.listener;
         let mut failed = None;
-        let sampling = Sampling { seed, ..*self.decoding.sampling };
-        let decoding = Decoding { sampling: &sampling, ..*self.decoding };
-        let before_penalty = (sampling.repetition_penalty != 1.0).then(|| logits.to_vec());
-        let end = decoding.append_token(&mut sequence.context, logits, limits, |token| {
+        let end = self.decoding.append_token(&mut sequence.context, choice.token, limits, |token| {
             listener.on_token(prompt, token).unwrap_or_else(|failure| {
                 failed = Some(failure);
                 ControlFlow::Break(EndReason::Stopped)
@@ -280,8 +331,9 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
         if let Some(failure) = failed {
             return Err(failure.into());
         }
-        let token = sequence.context[sequence.context.len() - 1];
-        self.listener.on_choice(prompt, token, before_penalty.as_deref().unwrap_or(logits));
+        if L::TAKES_CHOICES {
+            self.listener.on_choice(prompt, choice);
+        }
         let Some(end) = end else {
             self.slots[slot].sequence = Some(sequence);
             return Ok(());
@@ -290,6 +342,13 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
         self.first_open += self.ended[self.first_open..].iter().take_while(|ended| **ended).count();
         Ok(self.listener.on_end(prompt, &sequence.context[given..], end)?)
     }
+}
+
+/// Returns the number of slots whose logits, `vocabulary` each, are read before their tokens are chosen: few logits, but
+/// enough for all processors.
+fn slots_at_once(vocabulary: usize) -> usize {
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    (LOGITS_AT_ONCE / vocabulary.max(1)).max(processors)
 }
 
 /// Returns the number of first tokens that two lists have in common.

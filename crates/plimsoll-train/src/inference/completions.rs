@@ -2,10 +2,11 @@
 
 use super::batch::{BatchListener, BatchPrompt, SlotDecoder, answer_batch};
 use super::decoding::{Decoding, EndReason};
-use super::sampling::Sampling;
+use super::sampling::{Choice, Sampling};
 use crate::engine::failure::DeviceFailure;
 use plimsoll_core::Failure;
 use std::ops::{ControlFlow, Range};
+use std::sync::mpsc::Sender;
 
 /// The prompts of a round, and the rules by which they are completed.
 #[derive(Clone, Debug)]
@@ -18,6 +19,8 @@ pub(crate) struct CompletionRequest {
     pub sampling: Sampling,
     /// Tokens after which a completion ends. They are part of it.
     pub end_tokens: Vec<i64>,
+    /// Receives each completion at its end, with its number. If a failure follows, it is sampled and sent once more.
+    pub ended: Option<Sender<Option<(usize, SampledCompletion)>>>,
 }
 
 /// A completion of a prompt.
@@ -32,45 +35,36 @@ pub(crate) struct SampledCompletion {
 }
 
 /// The receiver of completions.
-struct Collector {
-    temperature: f64,
+struct Collector<'r> {
+    request: &'r CompletionRequest,
+    /// Number of the first prompt.
+    first: usize,
     completions: Vec<SampledCompletion>,
 }
 
-impl BatchListener for Collector {
+impl BatchListener for Collector<'_> {
+    const TAKES_CHOICES: bool = true;
+
     fn on_token(&mut self, _: usize, _: i32) -> Result<ControlFlow<EndReason>, Failure> {
         Ok(ControlFlow::Continue(()))
     }
 
-    fn on_choice(&mut self, prompt: usize, token: i32, logits: &[f64]) {
-        let (logp, entropy) = describe_choice(logits, self.temperature, token as usize);
+    fn on_choice(&mut self, prompt: usize, choice: Choice) {
         let completion = &mut self.completions[prompt];
-        completion.logps.push(logp);
-        completion.entropy += entropy;
+        completion.logps.push(choice.logp);
+        completion.entropy += choice.entropy;
     }
 
     fn on_end(&mut self, prompt: usize, tokens: &[i32], _: EndReason) -> Result<(), Failure> {
         let completion = &mut self.completions[prompt];
         completion.tokens = tokens.to_vec();
         completion.entropy /= tokens.len().max(1) as f64;
+        if let Some(ended) = &self.request.ended {
+            // Nobody receives any more after a reward has failed.
+            let _ = ended.send(Some((self.first + prompt, completion.clone())));
+        }
         Ok(())
     }
-}
-
-/// Returns the log-probability of a token and the entropy of the distribution of `logits` at a temperature; at temperature 0
-/// those at temperature 1.
-fn describe_choice(logits: &[f64], temperature: f64, token: usize) -> (f64, f64) {
-    let scale = if temperature > 0.0 { 1.0 / temperature } else { 1.0 };
-    let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let (mut sum, mut weighted) = (0.0, 0.0);
-    for logit in logits {
-        let difference = (logit - largest) * scale;
-        let weight = difference.exp();
-        sum += weight;
-        weighted += weight * difference;
-    }
-    let log_sum = sum.ln();
-    ((logits[token] - largest) * scale - log_sum, log_sum - weighted / sum)
 }
 
 /// Completes the prompts `range` of a request, in as many sequences at once as `decoder` has slots. Returns the completions in
@@ -83,31 +77,14 @@ pub(crate) fn complete<D: SlotDecoder>(
     request: &CompletionRequest,
     range: Range<usize>,
 ) -> Result<Vec<SampledCompletion>, DeviceFailure> {
-    let CompletionRequest { prompts, max_new_tokens, sampling, end_tokens } = request;
+    let CompletionRequest { prompts, max_new_tokens, sampling, end_tokens, .. } = request;
     let decoding = Decoding { sampling, end_tokens, max_new_tokens: *max_new_tokens };
     let max_new_tokens = *max_new_tokens;
+    let first = range.start;
     let prompts = prompts[range].iter().map(|(tokens, seed)| BatchPrompt { tokens, max_new_tokens, seed: *seed });
     let batch: Vec<BatchPrompt> = prompts.collect();
     let completions = vec![SampledCompletion::default(); batch.len()];
-    let mut collector = Collector { temperature: sampling.temperature, completions };
+    let mut collector = Collector { request, first, completions };
     answer_batch(decoder, &decoding, &batch, &mut collector)?;
     Ok(collector.completions)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn choices_have_their_probability_and_entropy() {
-        let logits = [0.0, 2f64.ln(), 5f64.ln()];
-        let (logp, entropy) = describe_choice(&logits, 1.0, 2);
-        let shares = [0.125f64, 0.25, 0.625];
-        assert!((logp - shares[2].ln()).abs() < 1e-12);
-        assert!((entropy + shares.iter().map(|share| share * share.ln()).sum::<f64>()).abs() < 1e-12);
-        let squares = [1.0f64, 4.0, 25.0].map(|weight| weight / 30.0);
-        let (logp, entropy) = describe_choice(&logits, 0.5, 1);
-        assert!((logp - squares[1].ln()).abs() < 1e-12);
-        assert!((entropy + squares.iter().map(|share| share * share.ln()).sum::<f64>()).abs() < 1e-12);
-    }
 }

@@ -89,7 +89,8 @@ impl Decoding<'_> {
         let limits = (prompt.len() + self.max_new_tokens, decoder.capacity());
         let mut logits = decoder.prefill(&prompt[kept..], kept)?;
         let reason = loop {
-            if let Some(reason) = self.append_token(&mut context, &mut logits, limits, &mut on_token) {
+            let token = self.sampling.choose(&mut logits, &context) as i32;
+            if let Some(reason) = self.append_token(&mut context, token, limits, &mut on_token) {
                 break reason;
             }
             logits = decoder.extend(&context[context.len() - 1..], context.len() - 1)?;
@@ -101,17 +102,15 @@ impl Decoding<'_> {
         Ok((tokens, reason))
     }
 
-    /// Chooses the next token by its `logits`, and appends it to `context`. Passes it to `on_token`, unless it is an end
-    /// token. The context may have `limit` tokens, and one more than the `capacity` of the cache. Returns the reason if
-    /// the generation ends.
+    /// Appends a chosen token to `context`, and passes it to `on_token`, unless it is an end token. The context may have
+    /// `limit` tokens, and one more than the `capacity` of the cache. Returns the reason if the generation ends.
     pub fn append_token(
         &self,
         context: &mut Vec<i32>,
-        logits: &mut [f64],
+        token: i32,
         (limit, capacity): (usize, usize),
         on_token: impl FnOnce(i32) -> ControlFlow<EndReason>,
     ) -> Option<EndReason> {
-        let token = self.sampling.choose(logits, context) as i32;
         context.push(token);
         if self.end_tokens.contains(&i64::from(token)) {
             return Some(EndReason::EndToken);

@@ -69,20 +69,45 @@ impl Sampling {
     /// length of the context decide a random choice.
     pub fn choose(&self, logits: &mut [f64], context: &[i32]) -> usize {
         self.penalize(logits, context);
-        let best = (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best });
         if self.temperature <= 0.0 {
-            return best;
+            return most_likely(logits);
         }
+        let random = uniform(self.seed, context.len() as u64);
+        if self.draws_from_all() {
+            return Distribution::new(logits, self.temperature).draw(random);
+        }
+        self.draw_from_some(logits, random)
+    }
+
+    /// Chooses a token as [`Sampling::choose`] does, and describes the distribution of all tokens before any penalty.
+    pub fn choose_and_describe(&self, logits: &mut [f64], context: &[i32]) -> Choice {
+        let temperature = if self.temperature > 0.0 { self.temperature } else { 1.0 };
+        let distribution = Distribution::new(logits, temperature);
+        let before_penalty = (self.repetition_penalty != 1.0).then(|| logits.to_vec());
+        let token = if self.draws_from_all() && self.repetition_penalty == 1.0 {
+            distribution.draw(uniform(self.seed, context.len() as u64))
+        } else {
+            self.choose(logits, context)
+        };
+        let logit = before_penalty.as_deref().unwrap_or(logits)[token];
+        Choice { token: token as i32, logp: distribution.logp(logit), entropy: distribution.entropy() }
+    }
+
+    /// Whether each token can be drawn.
+    fn draws_from_all(&self) -> bool {
+        self.temperature > 0.0 && self.top_k == 0 && self.top_p >= 1.0 && self.min_p <= 0.0
+    }
+
+    /// Draws one of the tokens that the rules keep.
+    fn draw_from_some(&self, logits: &[f64], random: f64) -> usize {
+        let best = most_likely(logits);
         let mut order: Vec<usize> = (0..logits.len()).collect();
         let by_logit = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         if self.top_k > 0 && self.top_k < order.len() {
             order.select_nth_unstable_by(self.top_k, by_logit);
             order.truncate(self.top_k);
         }
-        // Where all tokens are kept, their order does not matter, and sorting a large vocabulary takes most of the time.
-        if self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0 {
-            order.sort_unstable_by(by_logit);
-        }
+        order.sort_unstable_by(by_logit);
         let weight = |i: usize| ((logits[i] - logits[best]) / self.temperature).exp();
         let mut weights: Vec<f64> = order.iter().map(|&i| weight(i)).collect();
         if self.top_p < 1.0 {
@@ -97,13 +122,7 @@ impl Sampling {
             // The most likely token has the weight 1.
             weights.truncate(weights.partition_point(|weight| *weight >= self.min_p).max(1));
         }
-        let total: f64 = weights.iter().sum();
-        let mut remaining = uniform(self.seed, context.len() as u64) * total;
-        let drawn = weights.iter().position(|weight| {
-            remaining -= weight;
-            remaining < 0.0
-        });
-        order[drawn.unwrap_or(weights.len() - 1)]
+        order[draw(&weights, weights.iter().sum(), random)]
     }
 
     /// Changes the logits of the tokens of `context`, each once.
@@ -119,6 +138,74 @@ impl Sampling {
             *logit = if *logit > 0.0 { *logit / self.repetition_penalty } else { *logit * self.repetition_penalty };
         }
     }
+}
+
+/// A chosen token, and the distribution of all tokens from which it was chosen: at the temperature of sampling, or at 1 if
+/// that is 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Choice {
+    /// Id of the token.
+    pub token: i32,
+    /// Its log-probability.
+    pub logp: f64,
+    /// Entropy of the distribution, in nats.
+    pub entropy: f64,
+}
+
+/// The probabilities of all tokens at a temperature.
+struct Distribution {
+    /// Probability of each token, times `total`. The most likely token has the weight 1.
+    weights: Vec<f64>,
+    total: f64,
+    /// Sum of w · ln w over all weights w.
+    logs: f64,
+    largest: f64,
+    temperature: f64,
+}
+
+impl Distribution {
+    fn new(logits: &[f64], temperature: f64) -> Distribution {
+        let largest = logits[most_likely(logits)];
+        let (mut weights, mut total, mut logs) = (Vec::with_capacity(logits.len()), 0.0, 0.0);
+        for logit in logits {
+            let log = (logit - largest) / temperature;
+            let weight = log.exp();
+            weights.push(weight);
+            total += weight;
+            // The weight of a logit of -∞ is 0.
+            logs += if weight > 0.0 { weight * log } else { 0.0 };
+        }
+        Distribution { weights, total, logs, largest, temperature }
+    }
+
+    /// Returns the token that a random number in [0, 1) draws.
+    fn draw(&self, random: f64) -> usize {
+        draw(&self.weights, self.total, random)
+    }
+
+    /// Returns the log-probability of a token by its logit.
+    fn logp(&self, logit: f64) -> f64 {
+        (logit - self.largest) / self.temperature - self.total.ln()
+    }
+
+    fn entropy(&self) -> f64 {
+        self.total.ln() - self.logs / self.total
+    }
+}
+
+/// Returns the index of the largest logit, of equal ones the first.
+fn most_likely(logits: &[f64]) -> usize {
+    (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
+}
+
+/// Returns the index that a random number in [0, 1) draws by weights with the sum `total`.
+fn draw(weights: &[f64], total: f64, random: f64) -> usize {
+    let mut remaining = random * total;
+    let drawn = weights.iter().position(|weight| {
+        remaining -= weight;
+        remaining < 0.0
+    });
+    drawn.unwrap_or(weights.len() - 1)
 }
 
 /// Returns a number in [0, 1) that depends only on its arguments, by hashing twice with splitmix64.
@@ -147,6 +234,28 @@ mod tests {
         }
         for (count, share) in counts.iter().zip([1.0, 2.0, 5.0]) {
             assert!((f64::from(*count) / 1000.0 - share).abs() < 0.2, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn choices_have_their_probability_and_entropy() {
+        let logits = [0.0, 2f64.ln(), 5f64.ln()];
+        let of = |sampling: Sampling| sampling.choose_and_describe(&mut logits.clone(), &[1, 1]);
+        let base = Sampling { temperature: 1.0, seed: 7, ..Sampling::GREEDY };
+        let entropy = |shares: [f64; 3]| -shares.iter().map(|share| share * share.ln()).sum::<f64>();
+        let (shares, squares) = ([0.125, 0.25, 0.625], [1.0, 4.0, 25.0].map(|weight: f64| weight / 30.0));
+        // At temperature 0, and with rules that leave out tokens, the distribution is that of all tokens.
+        for (sampling, shares) in [
+            (base, shares),
+            (Sampling { temperature: 0.5, ..base }, squares),
+            (Sampling::GREEDY, shares),
+            (Sampling { top_k: 1, ..base }, shares),
+            (Sampling { repetition_penalty: 100.0, ..base }, shares),
+        ] {
+            let choice = of(sampling);
+            assert_eq!(choice.token as usize, sampling.choose(&mut logits.clone(), &[1, 1]), "{sampling:?}");
+            assert!((choice.logp - shares[choice.token as usize].ln()).abs() < 1e-12, "{sampling:?}");
+            assert!((choice.entropy - entropy(shares)).abs() < 1e-12, "{sampling:?}");
         }
     }
 

@@ -11,6 +11,7 @@ use crate::rewards::{RewardSpec, Rewards};
 use plimsoll_core::{DeviceSpec, Failure, format_count};
 use plimsoll_program::models::ModelConfig;
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The most completions that are sampled at once unless the run file names another number.
@@ -23,7 +24,7 @@ pub(crate) enum CompletionSource {
     /// Files; the rewards of each row, for each source of training data.
     Rollouts(Vec<Vec<RolloutRewards>>),
     /// The model of the run.
-    Prompts(Box<PromptSource>),
+    Prompts(Arc<PromptSource>),
 }
 
 /// Prompts whose completions the model samples, and their rewards.
@@ -35,7 +36,7 @@ pub(crate) struct PromptSource {
     /// Tokenizer of the model.
     pub tokenizer: Tokenizer,
     /// Rewards of completions.
-    pub rewards: Rewards,
+    pub rewards: Mutex<Rewards>,
 }
 
 /// Decides the number of completions that are sampled at once, unless the run file does or it is decided: as many as have room
@@ -84,7 +85,7 @@ pub(super) fn open_completions(
     }
     if run.samples_completions() {
         let prompts = open_prompts(run, model, train, eval)?;
-        return Ok(Some(CompletionSource::Prompts(Box::new(prompts))));
+        return Ok(Some(CompletionSource::Prompts(Arc::new(prompts))));
     }
     open_rollouts(run, train, eval).map(Some)
 }
@@ -145,7 +146,7 @@ fn open_prompts(
     }
     let eval_source = DataSource { path: run.data.eval.clone(), ..DataSource::default() };
     let eval = eval.map_or(Ok(Vec::new()), |eval| read_source(run, &eval_source, eval))?;
-    Ok(PromptSource { train: prompts, eval, tokenizer: Tokenizer::load(&file)?, rewards })
+    Ok(PromptSource { train: prompts, eval, tokenizer: Tokenizer::load(&file)?, rewards: Mutex::new(rewards) })
 }
 
 /// Reads the prompts of a source, one for each row of `dataset`.

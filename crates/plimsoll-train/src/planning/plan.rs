@@ -9,8 +9,8 @@ use super::request::plan_request;
 use crate::config::{ParallelismChoice, RunConfig};
 use crate::resolve::devices::{contention_note, shortfall_note};
 use crate::resolve::{Model, Resolved, RunRequest, Workload};
-use plimsoll_core::{DeviceSpec, Failure, Plan, PlannedWorkload, format_count};
-use plimsoll_plan::search::{PlanOutcome, ladder};
+use plimsoll_core::{DevicePlan, DeviceSpec, Failure, Plan, PlannedWorkload, SmallestRecipe, format_count};
+use plimsoll_plan::search::{PlanOutcome, ladder, plan_smallest};
 use plimsoll_plan::team::{Measurements, TeamOutcome, alternatives, fill_ladders};
 use plimsoll_program::models::ModelConfig;
 use std::sync::Arc;
@@ -107,8 +107,25 @@ fn plan_with_slots(run: &mut RunRequest, explain: bool) -> Result<PlannedRun, Fa
         let request = plan_request(run, &model, &resolved.device, Workload::Train)?;
         outcome.plan.ladder = ladder(&request, &outcome.plan.recipe).rungs;
     }
+    if run.samples_completions() && outcome.plan.fits && devices.len() == 1 {
+        outcome.plan.smallest = Some(smallest_recipe(run, &model, &resolved.device)?);
+    }
     add_notes(&mut outcome.plan, &devices, run, &model);
     Ok(PlannedRun { resolved, devices, outcome })
+}
+
+/// Plans the recipe of the smallest peak for a run that samples completions.
+///
+/// # Errors
+/// The run file fixes choices that do not match the model.
+fn smallest_recipe(run: &RunRequest, model: &Arc<Model>, device: &DeviceSpec) -> Result<SmallestRecipe, Failure> {
+    let mut run = run.clone();
+    let slots = run.recipe.slots.map_or(1, u64::from);
+    run.slots = Some(slots);
+    let Plan { recipe, devices, predicted, .. } =
+        plan_smallest(&plan_request(&run, model, device, Workload::Train)?).plan;
+    let DevicePlan { peak_bytes, by_program, .. } = devices.into_iter().next().expect("a plan has a device");
+    Ok(SmallestRecipe { recipe, slots, peak_bytes, by_program, step_seconds: predicted.step_seconds })
 }
 
 /// Plans a training run like [`plan`], but only on the devices that it names. Returns `None` if nothing fits on them

@@ -5,6 +5,7 @@ use super::json_schema::SchemaReward;
 use super::text::{PatternReward, exact_match, has_think_answer_form};
 use super::{Call, Completion, RewardSpec, number};
 use plimsoll_core::Failure;
+use std::fs::File;
 use std::time::Duration;
 
 /// An opened reward.
@@ -28,7 +29,7 @@ impl RewardFunction {
     /// Opens a reward. `timeout` is the longest permitted time until the next line of a command.
     ///
     /// # Errors
-    /// A schema that cannot be read, or a pattern that is invalid.
+    /// A schema or a file of Python that cannot be read, or a pattern that is invalid.
     pub fn open(spec: &RewardSpec, timeout: Duration) -> Result<RewardFunction, Failure> {
         let name = spec.name();
         let kind = match spec {
@@ -39,6 +40,15 @@ impl RewardFunction {
             RewardSpec::LengthPenalty { tokens } => Kind::LengthPenalty { tokens: tokens.get() },
             RewardSpec::JsonSchema { file: Some(file) } => Kind::JsonSchema(SchemaReward::open(file)?),
             RewardSpec::JsonSchema { file: None } => Kind::JsonSchema(SchemaReward::of_records()),
+            RewardSpec::Python { place, function } => {
+                check_file(&name, place)?;
+                let arguments = ["python", place, function].map(str::to_owned);
+                Kind::Command(CommandReward::of_python(&name, &arguments, timeout))
+            }
+            RewardSpec::ReasoningGym { dataset } => {
+                let arguments = ["reasoning_gym", dataset].map(str::to_owned);
+                Kind::Command(CommandReward::of_python(&name, &arguments, timeout))
+            }
             RewardSpec::Command { command } => Kind::Command(CommandReward::new(&name, command, timeout)),
         };
         Ok(RewardFunction { name, kind })
@@ -78,6 +88,14 @@ impl RewardFunction {
             Kind::Command(command) => command.warnings(),
             _ => Vec::new(),
         }
+    }
+}
+
+/// Refuses a file of Python that cannot be read, before any completion is sampled. Modules are left to the interpreter.
+fn check_file(name: &str, place: &str) -> Result<(), Failure> {
+    match place.ends_with(".py").then(|| File::open(place)) {
+        Some(Err(error)) => Err(Failure::input(format!("reward {name}: cannot read {place}: {error}"))),
+        _ => Ok(()),
     }
 }
 

@@ -61,8 +61,8 @@ impl<'a> Completion<'a> {
 
 /// State of one call of [`Rewards::score`], which its rewards share.
 struct Call<'a> {
-    /// Whether the call must return early.
-    stop: &'a AtomicBool,
+    /// The call must return early if one of them is true.
+    stops: &'a [&'a AtomicBool],
     /// Number of restarts of commands that remain.
     restarts_left: u32,
 }
@@ -115,10 +115,14 @@ impl Rewards {
     ///
     /// # Errors
     /// A record without the column of a reward (exit 2), or a command that still fails after three restarts
-    /// (exit 4, resumable). If `stop` becomes true while a command works, the call ends its process and fails with
-    /// exit 4 within about two seconds; a caller tells this case by `stop`.
-    pub fn score(&mut self, completions: &[Completion], stop: &AtomicBool) -> Result<Vec<Vec<Option<f64>>>, Failure> {
-        let mut call = Call { stop, restarts_left: RESTARTS_MAX };
+    /// (exit 4, resumable). If one of `stops` becomes true while a command works, the call ends its process and fails with
+    /// exit 4 within about two seconds; a caller tells this case by `stops`.
+    pub fn score(
+        &mut self,
+        completions: &[Completion],
+        stops: &[&AtomicBool],
+    ) -> Result<Vec<Vec<Option<f64>>>, Failure> {
+        let mut call = Call { stops, restarts_left: RESTARTS_MAX };
         let mut scores = vec![Vec::new(); completions.len()];
         for function in &mut self.functions {
             for (scores, score) in scores.iter_mut().zip(function.score(completions, &mut call)?) {

@@ -8,13 +8,15 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 /// All forms of an entry.
-pub(super) const FORMS: [&str; 7] = [
+pub(super) const FORMS: [&str; 9] = [
     "exact_match[:COLUMN]",
     "numeric[:COLUMN]",
     "regex:PATTERN",
     "format_think_answer[:opened]",
     "length_penalty:TOKENS",
     "json_schema[:FILE]",
+    "python:FILE.py:FUNCTION",
+    "reasoning_gym:DATASET",
     "command:COMMAND",
 ];
 
@@ -57,6 +59,18 @@ pub enum RewardSpec {
     JsonSchema {
         /// File of the schema; `None` for the key `schema` of the record.
         file: Option<PathBuf>,
+    },
+    /// A function in Python computes any number.
+    Python {
+        /// A file with the ending `.py`, or a module.
+        place: String,
+        /// Name of the function in it.
+        function: String,
+    },
+    /// The score of an answer, as the Python package reasoning-gym computes it.
+    ReasoningGym {
+        /// Name of the dataset.
+        dataset: String,
     },
     /// A process computes any number.
     Command {
@@ -116,6 +130,15 @@ impl RewardSpec {
     }
 }
 
+/// Returns whether `name` can name a function of a module, or of a class in it.
+fn is_python_name(name: &str) -> bool {
+    name.split('.').all(|part| {
+        !part.is_empty()
+            && !part.starts_with(|first: char| first.is_ascii_digit())
+            && part.chars().all(|character| character.is_alphanumeric() || character == '_')
+    })
+}
+
 impl FromStr for RewardSpec {
     type Err = ParseRewardError;
 
@@ -151,6 +174,14 @@ impl FromStr for RewardSpec {
                 RewardSpec::LengthPenalty { tokens: required()?.parse().map_err(|_| wrong_argument())? }
             }
             "json_schema" => RewardSpec::JsonSchema { file: argument.map(PathBuf::from) },
+            "python" => {
+                let (place, function) = required()?.rsplit_once(':').ok_or_else(wrong_argument)?;
+                if place.is_empty() || !is_python_name(function) {
+                    return Err(wrong_argument());
+                }
+                RewardSpec::Python { place: place.to_owned(), function: function.to_owned() }
+            }
+            "reasoning_gym" => RewardSpec::ReasoningGym { dataset: required()?.to_owned() },
             "command" => RewardSpec::Command { command: required()?.to_owned() },
             _ => return Err(wrong_argument()),
         })
@@ -170,6 +201,8 @@ impl fmt::Display for RewardSpec {
             RewardSpec::LengthPenalty { tokens } => write!(f, "length_penalty:{tokens}"),
             RewardSpec::JsonSchema { file: None } => f.write_str("json_schema"),
             RewardSpec::JsonSchema { file: Some(file) } => write!(f, "json_schema:{}", file.display()),
+            RewardSpec::Python { place, function } => write!(f, "python:{place}:{function}"),
+            RewardSpec::ReasoningGym { dataset } => write!(f, "reasoning_gym:{dataset}"),
             RewardSpec::Command { command } => write!(f, "command:{command}"),
         }
     }
@@ -197,6 +230,9 @@ mod tests {
             "length_penalty:512",
             "json_schema",
             "json_schema:a b.json",
+            "python:rewards/a b:c.py:accuracy",
+            "python:trl.rewards:think_format_reward",
+            "reasoning_gym:leg_counting",
             "command:python3 reward.py --url http://localhost:80",
         ];
         for entry in entries {
@@ -233,6 +269,12 @@ mod tests {
             "length_penalty:1.5",
             "length_penalty:99999999999999999999",
             "json_schema:",
+            "python:rewards.py",
+            "python::f",
+            "python:rewards.py:",
+            "python:rewards.py:2f",
+            "python:rewards.py:f()",
+            "reasoning_gym:",
             "command:  ",
         ];
         for text in invalid {

@@ -4,7 +4,6 @@ use super::{Completion, Rewards};
 use plimsoll_core::Failure;
 use serde_json::{Map, Value, json};
 use std::panic::resume_unwind;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
@@ -42,7 +41,7 @@ pub(super) fn open_with_timeout(specs: &[&str], timeout: Duration) -> Rewards {
 /// Computes the first reward of each completion.
 pub(super) fn score(rewards: &mut Rewards, samples: &[Sample]) -> Result<Vec<Option<f64>>, Failure> {
     let completions: Vec<_> = samples.iter().map(Sample::completion).collect();
-    let scores = rewards.score(&completions, &AtomicBool::new(false))?;
+    let scores = rewards.score(&completions, &[])?;
     Ok(scores.into_iter().map(|scores| scores[0]).collect())
 }
 

@@ -5,7 +5,6 @@ use super::{Rewards, weighted_sum};
 use plimsoll_core::{Exit, Failure};
 use serde_json::{Value, json};
 use std::fs;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// Computes a reward of a text with columns.
@@ -214,9 +213,9 @@ fn each_completion_has_one_entry_per_reward() {
     assert_eq!(rewards.weights(), [1.0; 3]);
     let samples = [Sample::new("It is 4", json!({"answer": 4})), Sample::new("4", json!({"answer": "4"}))];
     let completions = samples.each_ref().map(Sample::completion);
-    let scores = rewards.score(&completions, &AtomicBool::new(false)).unwrap();
+    let scores = rewards.score(&completions, &[]).unwrap();
     assert_eq!(scores, [[Some(1.0), Some(-0.5), Some(0.0)], [Some(1.0), Some(-0.5), Some(1.0)]]);
-    assert!(rewards.score(&[], &AtomicBool::new(false)).unwrap().is_empty());
+    assert!(rewards.score(&[], &[]).unwrap().is_empty());
 }
 
 #[test]

@@ -55,6 +55,7 @@ mod preference;
 pub(crate) mod rebalance;
 pub(crate) mod recover;
 mod reference;
+mod rewarding;
 mod rounds;
 pub(crate) mod run_folder;
 mod samples;

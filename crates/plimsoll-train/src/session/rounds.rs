@@ -10,23 +10,22 @@
 //! reads the file. The random draws of a completion depend on the seed of the run, on the round, and on its place in the
 //! round only, so a round that is sampled again is the same.
 
-use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, Tokenizer, splitmix64};
+use crate::data::{Batch, PromptRecord, RolloutRewards, Rows, SourceRow, splitmix64};
 use crate::engine::ScoredWeights;
 use crate::events::EventLog;
-use crate::inference::completions::{CompletionRequest, SampledCompletion};
+use crate::inference::completions::CompletionRequest;
 use crate::inference::sampling::Sampling;
 use crate::objective::{RoundLoss, RoundScores, Rounds, Sample, WeightedLoss};
-use crate::planning::completions::CompletionSource;
-use crate::rewards::{Completion, Rewards, weighted_sum};
+use crate::planning::completions::{CompletionSource, PromptSource};
+use crate::rewards::weighted_sum;
 use crate::session::interrupt::StepInterrupt;
 use crate::session::reference::read_reference;
+use crate::session::rewarding::{RewardedCompletion, prompt_value};
 use crate::session::training::Session;
-use plimsoll_core::{EvalResult, Event, Failure, RoundFigures, RoundSeconds};
+use plimsoll_core::{EvalResult, Event, RoundFigures, RoundSeconds};
 use plimsoll_program::models::decoder::Scores;
-use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::thread;
 use std::time::Instant;
 
 /// Number of steps whose figures the result lists.
@@ -127,7 +126,7 @@ impl Session {
         Ok(samples)
     }
 
-    /// Samples completions of the prompts in `batch`, computes their rewards, and writes the file of the round.
+    /// Samples completions of the prompts in `batch` with their rewards, and writes the file of the round.
     fn sample_round(
         &mut self,
         batch: &Batch,
@@ -145,22 +144,14 @@ impl Session {
             seeds.map(move |seed| (prompt.clone(), splitmix64(seed))).collect::<Vec<_>>()
         };
         let request = self.completion_request(prompts.iter().enumerate().flat_map(with_seeds).collect(), true);
-        let begin = Instant::now();
-        let completions = self.complete_prompts(request, log)?;
-        seconds.generate = begin.elapsed().as_secs_f64();
-        let rounds = self.rounds.as_mut().expect("the objective has rounds");
-        let CompletionSource::Prompts(source) = &mut rounds.source else { unreachable!("the model samples") };
-        let begin = Instant::now();
+        let source = self.prompt_source();
         let of_row = |row: &SourceRow| &source.train[row.source][row.row as usize];
         let repeated = batch.sources.iter().flat_map(|row| std::iter::repeat_n(of_row(row), generations as usize));
         let records: Vec<&PromptRecord> = repeated.collect();
-        let end_tokens = &self.context.resolved.model.config.eos;
-        let texts = decode_completions(&source.tokenizer, &completions, end_tokens)?;
-        let rewards = reward_completions(&mut source.rewards, &records, &completions, &texts, log, stop)?;
-        seconds.reward = begin.elapsed().as_secs_f64();
-        let all = completions.into_iter().zip(texts).zip(rewards).zip(records).enumerate();
+        let rewarded = self.complete_and_reward(request, (&source, &records), seconds, log, stop)?;
+        let all = rewarded.into_iter().zip(&records).enumerate();
         let samples: Vec<Sample> = all
-            .map(|(index, (((completion, text), rewards), record))| Sample {
+            .map(|(index, (RewardedCompletion { completion, text, rewards }, record))| Sample {
                 prompt: Some(prompt_value(record).clone()),
                 completion: Some(text),
                 prompt_ids: prompts[index / generations as usize].clone(),
@@ -172,6 +163,7 @@ impl Session {
                 entropy: Some(completion.entropy),
             })
             .collect();
+        let rounds = self.rounds.as_mut().expect("the objective has rounds");
         rounds.files.write(round, &samples)?;
         Ok(samples)
     }
@@ -192,19 +184,16 @@ impl Session {
             max_new_tokens: settings.max_completion_length as usize,
             sampling: if samples { sampling } else { Sampling::GREEDY },
             end_tokens: self.context.resolved.model.config.eos.clone(),
+            ended: None,
         }
     }
 
-    /// Completes prompts on the team. On a CPU with a load limit, a pause follows that keeps the machine usable.
-    fn complete_prompts(
-        &mut self,
-        request: CompletionRequest,
-        log: &mut EventLog,
-    ) -> Result<Vec<SampledCompletion>, StepInterrupt> {
-        let (request, begin) = (Arc::new(request), Instant::now());
-        let completions = self.run_with_recovery(log, |session| session.team.complete(&request))?;
-        thread::sleep(begin.elapsed().mul_f64(1.0 / self.context.cpu_duty - 1.0));
-        Ok(completions)
+    /// Returns the prompts of a run whose model samples.
+    fn prompt_source(&self) -> Arc<PromptSource> {
+        match self.rounds.as_ref().map(|rounds| &rounds.source) {
+            Some(CompletionSource::Prompts(source)) => Arc::clone(source),
+            _ => unreachable!("the model samples"),
+        }
     }
 
     /// Evaluates the most likely completion of each evaluation prompt by its rewards, on the team. Does nothing without
@@ -217,20 +206,18 @@ impl Session {
             data.read([row], &mut rows)?;
             prompts.push((rows.prompt_and_completion(0).0, 0));
         }
-        let completions = self.complete_prompts(self.completion_request(prompts, false), log)?;
-        let rounds = self.rounds.as_mut().expect("the objective has rounds");
-        let CompletionSource::Prompts(source) = &mut rounds.source else { return Ok(()) };
+        let rounds = self.rounds.as_ref().expect("the objective has rounds");
+        let CompletionSource::Prompts(source) = &rounds.source else { return Ok(()) };
+        let (source, weights) = (Arc::clone(source), rounds.settings.reward_weights.clone());
         let records: Vec<&PromptRecord> = source.eval.iter().collect();
-        let end_tokens = &self.context.resolved.model.config.eos;
-        let texts = decode_completions(&source.tokenizer, &completions, end_tokens)?;
-        let never = AtomicBool::new(false);
-        let rewards = reward_completions(&mut source.rewards, &records, &completions, &texts, log, &never)?;
-        let sums: Vec<f64> =
-            rewards.iter().filter_map(|rewards| weighted_sum(rewards, &rounds.settings.reward_weights)).collect();
+        let (request, never) = (self.completion_request(prompts, false), AtomicBool::new(false));
+        let mut phases = RoundSeconds::default();
+        let rewarded = self.complete_and_reward(request, (&source, &records), &mut phases, log, &never)?;
+        let sums: Vec<f64> = rewarded.iter().filter_map(|rewarded| weighted_sum(&rewarded.rewards, &weights)).collect();
         let reward = (!sums.is_empty()).then(|| sums.iter().sum::<f64>() / sums.len() as f64);
         let (step, loss, exact_match, device) = (self.info.step, f64::NAN, None, None);
         self.last_eval = Some((step, EvalResult { loss, exact_match, preferences: None, reward }));
-        let tokens = completions.iter().map(|completion| completion.tokens.len() as u64).sum();
+        let tokens = rewarded.iter().map(|rewarded| rewarded.completion.tokens.len() as u64).sum();
         let seconds = begin.elapsed().as_secs_f64();
         log.emit(Event::Evaluation { step, loss, reward, exact_match, tokens, seconds, device })?;
         Ok(())
@@ -246,49 +233,6 @@ impl Session {
         listed.push_back((self.info.step, figures));
         messages
     }
-}
-
-/// Returns the prompt of a record, as the user wrote it.
-fn prompt_value(record: &PromptRecord) -> &Value {
-    let keys = ["prompt", "messages", "conversations"];
-    keys.iter().find_map(|key| record.keys.get(*key)).unwrap_or(&Value::Null)
-}
-
-/// Returns the rewards of completions, which have the texts `texts`. `records` has the prompt of each. If `stop` becomes true
-/// meanwhile, the run stops.
-fn reward_completions(
-    rewards: &mut Rewards,
-    records: &[&PromptRecord],
-    completions: &[SampledCompletion],
-    texts: &[String],
-    log: &mut EventLog,
-    stop: &AtomicBool,
-) -> Result<Vec<Vec<Option<f64>>>, StepInterrupt> {
-    let found = completions.iter().zip(texts).zip(records).map(|((completion, text), record)| Completion {
-        prompt: prompt_value(record),
-        text,
-        tokens: &completion.tokens,
-        columns: &record.keys,
-    });
-    let scored = rewards.score(&found.collect::<Vec<_>>(), stop);
-    for message in rewards.warnings() {
-        log.emit(Event::Warning { message })?;
-    }
-    scored.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })
-}
-
-/// Decodes completions to text, without end tokens.
-fn decode_completions(
-    tokenizer: &Tokenizer,
-    completions: &[SampledCompletion],
-    end_tokens: &[i64],
-) -> Result<Vec<String>, Failure> {
-    let decode = |completion: &SampledCompletion| {
-        let is_end = |token: &i32| end_tokens.contains(&i64::from(*token));
-        let ids: Vec<u32> = completion.tokens.iter().take_while(|token| !is_end(token)).map(|&id| id as u32).collect();
-        Ok(tokenizer.decode(&ids)?)
-    };
-    completions.iter().map(decode).collect()
 }
 
 /// Sets the old log-probabilities of completions that have none to those of the current weights.

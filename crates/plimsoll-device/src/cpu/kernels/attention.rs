@@ -15,7 +15,7 @@
 
 use super::Heads;
 use super::elementwise::round_to;
-use super::product::{Depth, FEW_ROWS, Left, Multiply, QUERIES, Target, dots_1, small_product};
+use super::product::{Depth, Left, Multiply, QUERIES, Target, dot_rows, small_product};
 use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use super::softcap::{cap_scaled, cap_slope};
 use crate::cpu::pool::{Pool, Shared};
@@ -561,13 +561,9 @@ fn one_query<T: Real>(
     while from < seen.end {
         let keys = (seen.end - from).min(s.scores.len());
         let scores = &mut s.scores[..keys];
-        for (i, four) in scores.chunks_mut(4).enumerate() {
-            let mut sums = [[T::Wide::ZERO; 4]; FEW_ROWS];
-            dots_1(head, query, head, &cache.keys[(from + 4 * i) * cache.row..], cache.row, four.len(), &mut sums);
-            for (score, sum) in four.iter_mut().zip(sums[0]) {
-                *score = sum * scale;
-            }
-        }
+        scores.fill(T::Wide::ZERO);
+        dot_rows(query, &cache.keys[from * cache.row..], cache.row, scores);
+        multiply(scores, scale);
         cap_scores(scores, T::Wide::ONE, softcap);
         let new = scores.iter().fold(largest, |most, &score| if score > most { score } else { most });
         let factor = (largest - new).exp();

@@ -85,7 +85,7 @@ pub(super) fn exchange(
     completions: &[Completion],
     rewards: &mut Vec<Option<f64>>,
     timeout: Duration,
-    stop: &AtomicBool,
+    stops: &[&AtomicBool],
 ) -> Result<(), Problem> {
     let mut requests = completions[rewards.len()..].iter();
     // Number of rewards when all requests that were sent whole have a reply.
@@ -116,7 +116,7 @@ pub(super) fn exchange(
         if rewards.len() == completions.len() {
             return Ok(());
         }
-        if stop.load(Ordering::Relaxed) {
+        if stops.iter().any(|stop| stop.load(Ordering::Relaxed)) {
             return Err(Problem::Stop);
         }
         if process.has_closed_output() {

@@ -1,4 +1,4 @@
-//! Rewards that a command of the user computes.
+//! Rewards that a command of the user, or a function in Python, computes.
 //!
 //! A long-lived process reads a line for each completion and writes a line with its reward ([`protocol`]). [`process`]
 //! starts it, moves bytes through its pipes and ends it; [`exchange`](mod@exchange) sends the completions of a call and
@@ -14,15 +14,46 @@ use exchange::{Problem, exchange};
 use plimsoll_core::Failure;
 use plimsoll_core::printable::shortened;
 use process::RewardProcess;
+use std::env;
+use std::process::Command;
 use std::time::Duration;
 
+/// The program that serves a function in Python.
+const SERVER: &str = include_str!("reward_server.py");
+/// Environment variable with the path of the Python interpreter; otherwise it is `python3`.
+const PYTHON: &str = "PLIMSOLL_PYTHON";
 /// Most characters of a command in a message.
 const SHOWN_CHARS: usize = 200;
+
+/// The program of a reward.
+enum Program {
+    /// A command line for `sh`.
+    Shell(String),
+    /// Arguments of [`SERVER`].
+    Python(Vec<String>),
+}
+
+impl Program {
+    /// Returns the command that starts the program.
+    fn command(&self) -> Command {
+        let mut command = match self {
+            Program::Shell(_) => Command::new("sh"),
+            Program::Python(_) => {
+                Command::new(env::var_os(PYTHON).filter(|path| !path.is_empty()).unwrap_or_else(|| "python3".into()))
+            }
+        };
+        match self {
+            Program::Shell(line) => command.args(["-c", line]),
+            Program::Python(arguments) => command.args(["-c", SERVER]).args(arguments),
+        };
+        command
+    }
+}
 
 /// A reward of a command, with its process.
 pub(super) struct CommandReward {
     name: String,
-    command: String,
+    program: Program,
     timeout: Duration,
     /// `None` before the first call, and after a failure.
     process: Option<RewardProcess>,
@@ -33,8 +64,17 @@ impl CommandReward {
     /// Creates the reward of a command for `sh`, without starting it. `timeout` is the longest permitted time until the
     /// next line.
     pub fn new(name: &str, command: &str, timeout: Duration) -> CommandReward {
+        CommandReward::of_program(name, Program::Shell(command.to_owned()), timeout)
+    }
+
+    /// Creates the reward of a function in Python: `arguments` are those of `reward_server.py`.
+    pub fn of_python(name: &str, arguments: &[String], timeout: Duration) -> CommandReward {
+        CommandReward::of_program(name, Program::Python(arguments.to_vec()), timeout)
+    }
+
+    fn of_program(name: &str, program: Program, timeout: Duration) -> CommandReward {
         let name = shortened(name, SHOWN_CHARS).into_owned();
-        CommandReward { name, command: command.to_owned(), timeout, process: None, warnings: Vec::new() }
+        CommandReward { name, program, timeout, process: None, warnings: Vec::new() }
     }
 
     /// Computes the reward of each completion, in order. After a problem that may pass, restarts the process and
@@ -50,7 +90,7 @@ impl CommandReward {
                 Some(process) => process,
                 None => self.start()?,
             };
-            let problem = match exchange(&mut process, completions, &mut rewards, self.timeout, call.stop) {
+            let problem = match exchange(&mut process, completions, &mut rewards, self.timeout, call.stops) {
                 Ok(()) => {
                     self.process = Some(process);
                     break;
@@ -81,14 +121,17 @@ impl CommandReward {
     /// # Errors
     /// The system refuses a process.
     fn start(&self) -> Result<RewardProcess, Failure> {
-        RewardProcess::start(&self.command).map_err(|error| {
-            Failure::stopped(format!("reward {}: cannot start the command: {error}", self.name))
-                .hint("check that sh exists, and the limits of processes and memory (ulimit -u, ulimit -v)")
+        let mut command = self.program.command();
+        RewardProcess::start(&mut command).map_err(|error| {
+            let program = command.get_program().display();
+            Failure::stopped(format!("reward {}: cannot start {program}: {error}", self.name))
+                .hint("check that the program exists, and the limits of processes and memory (ulimit -u, ulimit -v)")
         })
     }
 
     /// Returns the failure of a call after its last restart.
     fn failure(&self, problem: &Problem, report: &str) -> Failure {
+        let is_function = matches!(self.program, Program::Python(_));
         let failure = Failure::stopped(format!("reward {}: the command {report}", self.name));
         let failure = match problem {
             Problem::Unasked { .. } => failure.hint(
@@ -96,9 +139,11 @@ impl CommandReward {
                  the last restart may belong to other completions",
             ),
             Problem::Silent { .. } => failure.hint("answer each line at once, and flush the output after it"),
+            _ if is_function => failure,
             _ => failure.hint("run the command by hand, and give it a line of the form in docs/rewards.md"),
         };
-        failure.hint("correct the command, then continue the run with --resume")
+        let part = if is_function { "function" } else { "command" };
+        failure.hint(format!("correct the {part}, then continue the run with --resume"))
     }
 }
 

@@ -41,13 +41,12 @@ pub(super) struct RewardProcess {
 }
 
 impl RewardProcess {
-    /// Starts a command with `sh -c`, in the current directory and in a process group of its own.
+    /// Starts a command in the current directory and in a process group of its own.
     ///
     /// # Errors
     /// The system refuses a process.
-    pub fn start(command: &str) -> io::Result<RewardProcess> {
-        let mut child = Command::new("sh")
-            .args(["-c", command])
+    pub fn start(command: &mut Command) -> io::Result<RewardProcess> {
+        let mut child = command
             // Python would otherwise hold replies back until it has some kilobytes of them.
             .env("PYTHONUNBUFFERED", "1")
             .stdin(Stdio::piped())

@@ -1,5 +1,6 @@
 //! Tests of commands, with small shell and Python programs.
 
+use super::super::Rewards;
 use super::super::testing::{Sample, open, open_with_timeout, score, with_watchdog};
 use plimsoll_core::Exit;
 use serde_json::{Value, json};
@@ -265,7 +266,7 @@ fn stop_ends_the_call() {
         });
         let samples = numbered(2);
         let completions: Vec<_> = samples.iter().map(Sample::completion).collect();
-        let failure = rewards.score(&completions, &stop).unwrap_err();
+        let failure = rewards.score(&completions, &[&stop]).unwrap_err();
         setting.join().unwrap();
         assert!(failure.exit == Exit::Stopped && failure.message.contains("was stopped"), "{failure}");
         await_end(&read_lines(&pids));
@@ -315,13 +316,92 @@ fn blocks(language: &str) -> Vec<String> {
 }
 
 #[test]
-fn example_of_the_page_runs() {
+fn examples_of_the_page_run() {
     with_watchdog(|| {
         let folder = tempfile::tempdir().unwrap();
-        let command = python(folder.path(), &blocks("python")[0]);
+        let examples = blocks("python");
+        let [functions, _, program] = &examples[..] else { panic!("three examples") };
         let request: Value = serde_json::from_str(&blocks("json")[0]).unwrap();
         let sample = |text| Sample::new(text, request.clone());
         let samples = [sample("Let me see.\nSo 7."), sample("7"), sample("It is 8.")];
-        assert_eq!(score(&mut open(&[&command]), &samples).unwrap(), [Some(1.0), Some(1.0), Some(0.0)]);
+        for entry in [python(folder.path(), program), function(folder.path(), functions, "last_number")] {
+            assert_eq!(score(&mut open(&[&entry]), &samples).unwrap(), [Some(1.0), Some(1.0), Some(0.0)], "{entry}");
+        }
+    });
+}
+
+/// Writes functions in Python, and returns the entry of one of them.
+fn function(folder: &Path, functions: &str, name: &str) -> String {
+    let file = folder.join("functions.py");
+    fs::write(&file, functions).unwrap();
+    format!("python:{}:{name}", file.display())
+}
+
+const FUNCTIONS: &str = "
+import other
+
+def named(completions, answer, **columns):
+    print('not a reward')
+    assert set(columns) == {'prompts', 'completion_ids', 'level'}, columns
+    return [None if expected is None else other.same(text, expected) for text, expected in zip(completions, answer)]
+
+async def lengths(completion_ids):
+    return [len(ids) for ids in completion_ids]
+
+class Judge:
+    @staticmethod
+    def roles(prompts, completions):
+        return [len(prompt) + (completion[0]['role'] == 'assistant') for prompt, completion in zip(prompts, completions)]
+
+def too_few(completions):
+    return [0.0] * (len(completions) - 1)
+
+def fails(completions):
+    raise ValueError('no judge')
+";
+
+#[test]
+fn functions_in_python_get_lists() {
+    with_watchdog(|| {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("other.py"), "def same(a, b):\n    return a == b\n").unwrap();
+        let open_function = |name: &str| open(&[&function(folder.path(), FUNCTIONS, name)]);
+        let answers = [("4", json!("4")), ("5", json!("4")), ("6", Value::Null)];
+        let samples = answers.map(|(text, answer)| Sample::new(text, json!({"answer": answer, "level": 1})));
+        assert_eq!(score(&mut open_function("named"), &samples).unwrap(), [Some(1.0), Some(0.0), None]);
+        let mut lengths = open_function("lengths");
+        // The process serves all calls.
+        for count in [3, 1, 200] {
+            assert_eq!(score(&mut lengths, &numbered(count)).unwrap(), vec![Some(3.0); count]);
+        }
+        assert!(lengths.warnings().is_empty());
+        let prompt = json!([{"role": "user", "content": "2+2?"}]);
+        let messages = [Sample { prompt, ..Sample::new("4", json!({})) }];
+        assert_eq!(score(&mut open_function("Judge.roles"), &messages).unwrap(), [Some(2.0)]);
+    });
+}
+
+#[test]
+fn functions_that_fail_are_named_with_their_error() {
+    with_watchdog(|| {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("other.py"), "").unwrap();
+        for (name, problem) in [
+            ("too_few", "the function returned 0 rewards for 1 completions"),
+            ("fails", "ValueError: no judge"),
+            ("absent", "has no attribute 'absent'"),
+        ] {
+            let mut rewards = open(&[&function(folder.path(), FUNCTIONS, name)]);
+            let failure = score(&mut rewards, &numbered(1)).unwrap_err();
+            assert!(failure.message.contains(problem) && failure.exit == Exit::Stopped, "{failure}");
+            assert!(failure.hints.iter().any(|hint| hint.starts_with("correct the function")), "{failure}");
+            assert_eq!(rewards.warnings().len(), 3);
+        }
+        let missing = "python:none/rewards.py:f".parse().unwrap();
+        let failure = Rewards::open(&[missing], &[], Duration::MAX).map(|_| ()).unwrap_err();
+        assert!(failure.exit == Exit::Input && failure.message.contains("cannot read none/rewards.py"), "{failure}");
+        // `reasoning_gym` is not installed.
+        let failure = score(&mut open(&["reasoning_gym:leg_counting"]), &numbered(1)).unwrap_err();
+        assert!(failure.message.contains("No module named 'reasoning_gym'"), "{failure}");
     });
 }
