@@ -15,7 +15,7 @@
 
 use super::Heads;
 use super::elementwise::round_to;
-use super::product::{Depth, Left, Multiply, QUERIES, Target, dot_rows, small_product};
+use super::product::{Depth, Left, Multiply, QUERIES, Target, add_row_dots, small_product};
 use super::simd::{Float, Real, get, get_or, put, strips, vectorized};
 use super::softcap::{cap_scaled, cap_slope};
 use crate::cpu::pool::{Pool, Shared};
@@ -562,7 +562,7 @@ fn one_query<T: Real>(
         let keys = (seen.end - from).min(s.scores.len());
         let scores = &mut s.scores[..keys];
         scores.fill(T::Wide::ZERO);
-        dot_rows(query, &cache.keys[from * cache.row..], cache.row, scores);
+        add_row_dots(query, &cache.keys[from * cache.row..], cache.row, scores);
         multiply(scores, scale);
         cap_scores(scores, T::Wide::ONE, softcap);
         let new = scores.iter().fold(largest, |most, &score| if score > most { score } else { most });

@@ -6,7 +6,7 @@
 //! - `packed`: products of f32 and f64 over packed panels. `pairs`: those of bf16, with tiles of their own. [`Multiply`]
 //!   chooses between them. The sizes of tiles and slices are in `plimsoll_program::workspace::cpu`, the vectors of a panel
 //!   in `simd` (`PANEL_VECTORS`).
-//! - `few_rows`: products with up to [`FEW_ROWS`] rows, whose right operand is read once, in place.
+//! - `few_rows`: products with up to [`FEW_ROWS`] rows.
 //!
 //! Every element is summed over k in one order, whatever the tasks, so the result does not depend on the number of
 //! threads.
@@ -16,7 +16,7 @@ mod packed;
 mod pairs;
 mod tiles;
 
-pub(super) use few_rows::dot_rows;
+pub(super) use few_rows::add_row_dots;
 pub(super) use tiles::{Depth, Left, Target, small_product};
 
 use super::simd::{Float, Real};
@@ -25,9 +25,9 @@ use few_rows::few_rows;
 use half::bf16;
 use plimsoll_program::workspace::cpu::{ATTENTION_QUERIES, PRODUCT_GROUP};
 
-/// Largest number of rows of a product that reads its right operand in place. With more, packing it costs less than the
-/// sums of vectors at the ends of dot products.
-const FEW_ROWS: usize = 32;
+/// Largest number of rows of a product that reads its right operand in place, and sums other terms together than products
+/// with more rows.
+const FEW_ROWS: usize = 4;
 /// Number of rows of a register tile, the part of a result that is summed in registers.
 const GROUP_ROWS: usize = PRODUCT_GROUP as usize;
 /// Number of columns of an operand that [`Multiply::pack_right_operand`] packs: the queries in a block of attention.

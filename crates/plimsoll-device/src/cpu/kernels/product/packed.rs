@@ -41,10 +41,13 @@ pub fn packed_product<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, o
     };
     let target = SharedPointers(target);
 
+    if m <= rows {
+        return few_panels(pool, &p, (depth, wide), right, left, &target);
+    }
     let row_tasks = m.div_ceil(rows);
     for first in (0..n).step_by(columns) {
         let panels = (n - first).min(columns).div_ceil(wide);
-        // With few rows, the columns are distributed as well.
+        // With few tasks of rows, the columns are distributed as well.
         let column_tasks = (4 * pool.threads()).div_ceil(row_tasks).min(panels);
         let panels_each = panels.div_ceil(column_tasks);
         // With k = 0 there is one empty slice, because the epilogue must still run.
@@ -85,6 +88,56 @@ pub fn packed_product<T: Float, O: Real<Wide = T>>(pool: &Pool, p: Product<T>, o
             });
         }
     }
+}
+
+/// Computes a product whose rows make one task. No panel of the right operand serves two tasks, so each task packs a panel
+/// into its own part of `right`, and multiplies while the panel is in a cache of the core. The sums are those of the general
+/// case, in the same order.
+fn few_panels<T: Float>(
+    pool: &Pool,
+    p: &Product<T>,
+    (depth, wide): (usize, usize),
+    right: &mut [T],
+    left: Shared<T>,
+    target: &SharedPointers<Target<T>>,
+) {
+    let Product { m, n, k, .. } = *p;
+    let panels = n.div_ceil(wide);
+    let tasks = (4 * pool.threads()).min(panels).min(right.len() / (wide * depth));
+    let panels_each = panels.div_ceil(tasks);
+    let left_size = m.next_multiple_of(GROUP_ROWS) * depth;
+    let right = Shared::new(right);
+    pool.run(tasks, |task, lane| {
+        // SAFETY: each task has a part.
+        let panel = unsafe { right.part(task * wide * depth..(task + 1) * wide * depth) };
+        let mine = task * panels_each..panels.min((task + 1) * panels_each);
+        let multiply = |from: usize, a: Left<T>, index: usize, panel: &mut [T]| {
+            let (slice, column) = (from..k.min(from + depth), index * wide);
+            pack_right(p, slice.clone(), column..n.min(column + wide), wide, panel);
+            // SAFETY: (0, column) is inside the output; tasks write disjoint columns of it.
+            let mut to = unsafe { target.get().from(0, column) };
+            if from > 0 {
+                to = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
+            }
+            small_product(m, wide.min(n - column), slice.len(), Depth::Whole, a, panel.as_ptr(), wide, to);
+        };
+        // With k = 0 there is one empty slice, because the epilogue must still run.
+        let slices = || (0..k.max(1)).step_by(depth);
+        if p.a_transposed {
+            for from in slices() {
+                // SAFETY: lanes have disjoint parts.
+                let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
+                let slice = from..k.min(from + depth);
+                pack_left(p, slice.clone(), 0..m, block);
+                mine.clone().for_each(|index| multiply(from, Left::packed(block.as_ptr(), slice.len()), index, panel));
+            }
+        } else {
+            // All of a panel before the next one: rows of the right operand are read from their beginning to their end.
+            for index in mine {
+                slices().for_each(|from| multiply(from, Left::rows(p.a[from..].as_ptr(), p.a_row), index, panel));
+            }
+        }
+    });
 }
 
 /// Copies the rows `slice` and the columns `columns` of the right operand into `panel`, row by row. A row of the panel

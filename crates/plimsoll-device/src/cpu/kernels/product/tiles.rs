@@ -229,6 +229,8 @@ unsafe fn panel<T: Float, V: Vector<T>, B: Real<Wide = T>, const N: usize, const
                 1 => rows!(1),
                 2..4 => rows!(2),
                 4..GROUP_ROWS => rows!(4),
+                // Two rows alone would wait for their own sums. Rows of a packed operand stay in their groups.
+                8 if a.column == 1 => rows!(4),
                 _ => rows!(GROUP_ROWS),
             };
         }
