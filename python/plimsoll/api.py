@@ -61,8 +61,7 @@ def train(
         raise InputError(
             "this file is imported for its reward functions, and trains", ['put the training under if __name__ == "__main__":']
         )
-    # The interpreter of functions that compute rewards.
-    os.environ.setdefault("PLIMSOLL_PYTHON", sys.executable)
+    os.environ["PLIMSOLL_REWARD_PYTHON"] = sys.executable
     handle_line = None if on_event is None else lambda line: on_event(json.loads(line))
     return cast(Trained, json.loads(_native.train(run_file, settings(sections), resume, save, handle_line)))
 

@@ -527,7 +527,7 @@ class RoundSeconds(TypedDict):
 
     #: Sampling of completions.
     generate: float
-    #: Rewards of completions.
+    #: Rewards of completions, after the last one was sampled.
     reward: float
     #: Log-probabilities of their tokens.
     score: float

@@ -5,9 +5,9 @@ Every key is optional. Values are those of the run file; a path may also be a ``
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypedDict, Union
 
@@ -195,7 +195,7 @@ def settings(sections: Mapping[str, object]) -> list[str]:
     Raises :class:`plimsoll.InputError` for a reward function that another process cannot import.
     """
     return [
-        f"{section}.{key}={_toml(value)}"
+        f"{section}.{key}={_toml(_with_names(value) if (section, key) == ('grpo', 'rewards') else value)}"
         for section, keys in sections.items()
         if isinstance(keys, Mapping)
         for key, value in keys.items()
@@ -203,27 +203,33 @@ def settings(sections: Mapping[str, object]) -> list[str]:
 
 
 def _toml(value: object) -> str:
-    """Formats a value as TOML, on one line. Strings, numbers and booleans are written as in JSON, functions as rewards."""
+    """Formats a value as TOML, on one line. Strings, numbers and booleans are written as in JSON."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, os.PathLike):
         return _toml(os.fspath(value))
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    if callable(value):
-        return _toml(_reward_of(value))
     return json.dumps(value, ensure_ascii=False, default=_refuse)
 
 
+def _with_names(rewards: object) -> object:
+    """Replaces the functions among rewards by their entries in a run file."""
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        return rewards
+    return [_reward_of(reward) if callable(reward) else reward for reward in rewards]
+
+
 def _reward_of(function: Callable[..., object]) -> str:
-    """Returns the entry of ``grpo.rewards`` for a function at the top level of a file."""
+    """Returns the entry of ``grpo.rewards`` for a function of a module that has a file."""
     name = getattr(function, "__qualname__", "")
-    try:
-        file = inspect.getsourcefile(function)
-    except TypeError:
-        file = None
-    # Functions within functions, and those without a name, have a part in angle brackets.
-    if not file or not os.path.isfile(file) or not file.endswith(".py") or not name or "<" in name:
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    file = getattr(module, "__file__", None) or ""
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    # Functions within functions, those without a name, and methods of an object are not found by their name.
+    if found is not function or not file.endswith(".py"):
         raise InputError(
             f"the reward function {name or function!r} cannot be imported from a file",
             ["define it with def at the top level of a .py file, or name it as in python:rewards.py:FUNCTION"],

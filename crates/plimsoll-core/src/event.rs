@@ -184,7 +184,7 @@ pub struct CompletionFigures {
 pub struct RoundSeconds {
     /// Sampling of completions.
     pub generate: f64,
-    /// Rewards of completions.
+    /// Rewards of completions, after the last one was sampled.
     pub reward: f64,
     /// Log-probabilities of their tokens.
     pub score: f64,

@@ -28,12 +28,7 @@ max_completion_length = 8
 /// Creates a workspace with the run file `rollouts.toml`, which trains on the completions of `rollouts.jsonl`, and
 /// `sampled.toml`, which samples completions of `prompts.jsonl`. A completion is rewarded if it begins with the letter `a`.
 fn workspace() -> Workspace {
-    workspace_of(&QUICK)
-}
-
-/// Creates the same workspace with a model of another shape.
-fn workspace_of(shape: &Shape) -> Workspace {
-    let workspace = Workspace::new(shape);
+    let workspace = Workspace::new(&QUICK);
     let mut lines = Vec::new();
     for number in 0..36u64 {
         let ids = |seed: u64, count: u64| -> Vec<u64> { (0..count).map(|at| 2 + (seed * 7 + at * at) % 26).collect() };
@@ -269,6 +264,19 @@ fn killed_rounds_continue_with_the_same_completions() {
 }
 
 #[test]
+fn plan_names_the_smallest_load_line() {
+    let workspace = workspace();
+    let plan: Value = serde_json::from_str(&workspace.succeed(&["plan", "sampled.toml", "--json"])).unwrap();
+    let (smallest, peak) = (&plan["smallest"], plan["devices"][0]["peak_bytes"].as_u64().unwrap());
+    let least = smallest["peak_bytes"].as_u64().unwrap();
+    assert!(least < peak && smallest["slots"] == 1, "{smallest}");
+    assert!(smallest["by_program"]["generate"].as_u64() > Some(0), "{smallest}");
+    let plans_under = |line: u64| workspace.run(&["plan", "sampled.toml", "--devices", &format!("cpu={line}")]).code;
+    assert_eq!(plans_under(least), Some(0));
+    assert_eq!(plans_under(least - (1 << 20)), Some(3));
+}
+
+#[test]
 fn failed_reward_stops_the_run_resumably() {
     let workspace = workspace();
     workspace.write(
@@ -287,8 +295,8 @@ fn failed_reward_stops_the_run_resumably() {
 }
 
 #[test]
-fn completions_are_rewarded_while_others_are_sampled() {
-    let workspace = workspace_of(&Shape { hidden: 512, ..QUICK });
+fn functions_in_python_reward_completions() {
+    let workspace = workspace();
     workspace.write(
         "rewards.py",
         "def first_letter(completions, answer):\n\
@@ -302,8 +310,6 @@ fn completions_are_rewarded_while_others_are_sampled() {
     let calls: Vec<usize> = workspace.read("calls").lines().map(|line| line.parse().unwrap()).collect();
     // Those of three rounds, and of the evaluation at the end.
     assert_eq!(calls.iter().sum::<usize>(), 3 * 12 + 6, "{calls:?}");
-    // All completions of a round at once would be one call, or few.
-    assert!(calls.len() > 3 * 4, "{calls:?}");
     // The same rewards as those of the built-in function.
     let built_in = ["--set", "grpo.rewards=[\"regex:^a\"]", "--set", "grpo.reward_weights=[]"];
     train(&workspace, "sampled.toml", "built-in", &[&built_in[..], &sizes].concat());

@@ -274,7 +274,7 @@ pub fn plan_recipe(request: &PlanRequest, recipe: &Recipe) -> PlanOutcome {
 
 /// Plans the recipe with the fewest device bytes, with any combination of the allowed rungs.
 pub fn plan_smallest(request: &PlanRequest) -> PlanOutcome {
-    plan_recipe(request, &smallest_recipe(request, &[], &Arc::default()).recipe)
+    plan_recipe(request, &smallest_recipe(request, &request.lossy.allow, &Arc::default()).recipe)
 }
 
 /// Plans a given recipe for a rank. `like` is the outcome of another rank with the same recipe: its layout is taken if

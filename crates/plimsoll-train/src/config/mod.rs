@@ -622,6 +622,12 @@ impl Threads {
             Threads::Count(count) => Some(count),
         }
     }
+
+    /// Returns the number of threads for work beside that of devices: as many as requested, at most one for each processor.
+    pub fn on_host(self) -> usize {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        self.requested().map_or(processors, |count| processors.min(count as usize)).max(1)
+    }
 }
 
 impl RunConfig {

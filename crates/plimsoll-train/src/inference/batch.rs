@@ -18,8 +18,8 @@ use std::thread;
 
 /// Number of answers per slot that may wait for an earlier one. It bounds the memory of answers that are not written yet.
 const WAITING_PER_SLOT: usize = 8;
-/// Number of logits that are read before tokens are chosen by them: 8 MiB.
-const LOGITS_AT_ONCE: usize = 1 << 20;
+/// Number of logits that are read before tokens are chosen by them: 1 MiB, because no plan counts them.
+const LOGITS_AT_ONCE: usize = 1 << 17;
 /// Smallest number of logits for which a thread begins. Choosing by them takes ten times as long as beginning.
 const LOGITS_PER_THREAD: usize = 1 << 15;
 
@@ -153,6 +153,8 @@ struct Batch<'a, D, L> {
     decoding: &'a Decoding<'a>,
     prompts: &'a [BatchPrompt<'a>],
     listener: &'a mut L,
+    /// Largest number of threads that choose tokens.
+    threads: usize,
     slots: Vec<Slot>,
     /// Memory for the logits of the slots whose tokens are chosen at once.
     logits: Vec<Vec<f64>>,
@@ -165,7 +167,8 @@ struct Batch<'a, D, L> {
 }
 
 /// Answers `prompts` in as many sequences at once as `decoder` has slots. Prompts begin in their order; answers end in any
-/// order. `decoding` has the rules of all; its own limit of new tokens and its seed have no effect.
+/// order. `decoding` has the rules of all; its own limit of new tokens and its seed have no effect. Up to `threads` threads choose
+/// tokens.
 ///
 /// # Errors
 /// A device that fails, or an error of `listener`.
@@ -173,12 +176,23 @@ pub fn answer_batch<D: SlotDecoder, L: BatchListener>(
     decoder: &mut D,
     decoding: &Decoding,
     prompts: &[BatchPrompt],
+    threads: usize,
     listener: &mut L,
 ) -> Result<(), DeviceFailure> {
     let slots = (0..decoder.slots()).map(|_| Slot::default()).collect();
     let ended = vec![false; prompts.len()];
-    let mut batch =
-        Batch { decoder, decoding, prompts, listener, slots, logits: Vec::new(), next: 0, ended, first_open: 0 };
+    let mut batch = Batch {
+        decoder,
+        decoding,
+        prompts,
+        listener,
+        threads,
+        slots,
+        logits: Vec::new(),
+        next: 0,
+        ended,
+        first_open: 0,
+    };
     loop {
         batch.fill()?;
         if batch.slots.iter().all(|slot| slot.sequence.is_none()) {
@@ -293,26 +307,28 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
         self.decoder.read_logits(slot, &mut self.logits[number])
     }
 
-    /// Chooses the next tokens of `slots` by their logits, on all processors.
+    /// Chooses the next tokens of `slots` by their logits, on several threads.
     fn choose(&mut self, slots: &[usize]) -> Vec<Choice> {
         let sequences = slots.iter().map(|slot| self.slots[*slot].sequence.as_ref().expect("the slot is in use"));
-        let mut jobs: Vec<_> = sequences.zip(&mut self.logits).collect();
+        let mut jobs: Vec<_> =
+            sequences.zip(&mut self.logits).map(|(sequence, logits)| (sequence, logits, None)).collect();
         let sampling = *self.decoding.sampling;
-        let choose =
-            |(sequence, logits): &mut (&Sequence, &mut Vec<f64>)| sequence.choose(sampling, L::TAKES_CHOICES, logits);
-        let size: usize = jobs.iter().map(|(_, logits)| logits.len()).sum();
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(size / LOGITS_PER_THREAD).max(1);
+        let choose = |(sequence, logits, choice): &mut (&Sequence, &mut Vec<f64>, Option<Choice>)| {
+            choice.get_or_insert_with(|| sequence.choose(sampling, L::TAKES_CHOICES, logits));
+        };
+        let size: usize = jobs.iter().map(|(_, logits, _)| logits.len()).sum();
+        let threads = self.threads.min(size / LOGITS_PER_THREAD).max(1);
         let each = jobs.len().div_ceil(threads);
         thread::scope(|scope| {
             let (mine, others) = jobs.split_at_mut(each);
-            let others: Vec<_> = others
-                .chunks_mut(each)
-                .map(|jobs| scope.spawn(|| jobs.iter_mut().map(choose).collect::<Vec<_>>()))
-                .collect();
-            let mut choices: Vec<Choice> = mine.iter_mut().map(choose).collect();
-            choices.extend(others.into_iter().flat_map(|thread| thread.join().expect("no choice panics")));
-            choices
-        })
+            for part in others.chunks_mut(each) {
+                // This thread also chooses for a thread that the system refuses.
+                let _ = thread::Builder::new().spawn_scoped(scope, move || part.iter_mut().for_each(choose));
+            }
+            mine.iter_mut().for_each(choose);
+        });
+        jobs.iter_mut().for_each(choose);
+        jobs.into_iter().filter_map(|(_, _, choice)| choice).collect()
     }
 
     /// Appends the next token to the sequence of a slot. Leaves the sequence in its slot unless it has ended.
@@ -344,11 +360,9 @@ impl<'a, D: SlotDecoder, L: BatchListener> Batch<'a, D, L> {
     }
 }
 
-/// Returns the number of slots whose logits, `vocabulary` each, are read before their tokens are chosen: few logits, but
-/// enough for all processors.
+/// Returns the number of slots whose logits, `vocabulary` each, are read before their tokens are chosen.
 fn slots_at_once(vocabulary: usize) -> usize {
-    let processors = thread::available_parallelism().map_or(1, usize::from);
-    (LOGITS_AT_ONCE / vocabulary.max(1)).max(processors)
+    (LOGITS_AT_ONCE / vocabulary.max(1)).max(1)
 }
 
 /// Returns the number of first tokens that two lists have in common.
@@ -459,7 +473,7 @@ mod tests {
         let batch =
             prompts.iter().map(|(tokens, limit)| BatchPrompt { tokens, max_new_tokens: *limit, seed: sampling.seed });
         let mut answers = Answers::default();
-        answer_batch(model, &decoding, &batch.collect::<Vec<_>>(), &mut answers).unwrap();
+        answer_batch(model, &decoding, &batch.collect::<Vec<_>>(), 2, &mut answers).unwrap();
         answers
     }
 

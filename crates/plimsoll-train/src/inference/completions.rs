@@ -19,6 +19,8 @@ pub(crate) struct CompletionRequest {
     pub sampling: Sampling,
     /// Tokens after which a completion ends. They are part of it.
     pub end_tokens: Vec<i64>,
+    /// Largest number of threads of each worker that choose tokens.
+    pub threads: usize,
     /// Receives each completion at its end, with its number. If a failure follows, it is sampled and sent once more.
     pub ended: Option<Sender<Option<(usize, SampledCompletion)>>>,
 }
@@ -59,9 +61,11 @@ impl BatchListener for Collector<'_> {
         let completion = &mut self.completions[prompt];
         completion.tokens = tokens.to_vec();
         completion.entropy /= tokens.len().max(1) as f64;
-        if let Some(ended) = &self.request.ended {
-            // Nobody receives any more after a reward has failed.
-            let _ = ended.send(Some((self.first + prompt, completion.clone())));
+        if let Some(ended) = &self.request.ended
+            && ended.send(Some((self.first + prompt, completion.clone()))).is_err()
+        {
+            // The caller reports the failure of the reward instead.
+            return Err(Failure::stopped("a reward of an earlier completion failed"));
         }
         Ok(())
     }
@@ -85,6 +89,6 @@ pub(crate) fn complete<D: SlotDecoder>(
     let batch: Vec<BatchPrompt> = prompts.collect();
     let completions = vec![SampledCompletion::default(); batch.len()];
     let mut collector = Collector { request, first, completions };
-    answer_batch(decoder, &decoding, &batch, &mut collector)?;
+    answer_batch(decoder, &decoding, &batch, request.threads, &mut collector)?;
     Ok(collector.completions)
 }

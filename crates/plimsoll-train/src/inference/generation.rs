@@ -252,6 +252,7 @@ impl PlannedGeneration {
             end_tokens,
             vocab,
             sampling: self.sampling,
+            threads: self.request.run.threads.on_host(),
             stops: self.stops,
             context: context as usize,
             max_new_tokens: max_new_tokens as usize,
@@ -268,6 +269,8 @@ pub struct TextGenerator {
     end_tokens: Vec<i64>,
     vocab: u64,
     sampling: Sampling,
+    /// Largest number of threads that choose tokens.
+    threads: usize,
     stops: Vec<String>,
     /// Tokens of a conversation with the user that the cache holds.
     pub(super) context: usize,
@@ -305,7 +308,7 @@ impl TextGenerator {
         let batch: Vec<BatchPrompt> = prompts.iter().map(|prompt| prompt.for_batch(self.sampling.seed)).collect();
         let mut on_end = |prompt: usize, answer| on_answer(&prompts[prompt], prompts[prompt].answered(answer));
         let mut answers = OrderedAnswers::new(self.encoder.tokenizer(), &self.stops, &batch, &mut on_end);
-        Ok(answer_batch(&mut self.engine, &decoding, &batch, &mut answers)?)
+        Ok(answer_batch(&mut self.engine, &decoding, &batch, self.threads, &mut answers)?)
     }
 
     /// Returns the tokens of a prompt.

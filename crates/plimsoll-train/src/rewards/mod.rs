@@ -25,7 +25,7 @@ use serde_json::{Map, Value};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// Largest number of restarts of commands in one call of [`Rewards::score`].
+/// Largest number of restarts of commands between two calls of [`Rewards::begin_batch`].
 const RESTARTS_MAX: u32 = 3;
 
 /// A completion of a prompt, to be rewarded.
@@ -71,6 +71,8 @@ struct Call<'a> {
 pub struct Rewards {
     functions: Vec<RewardFunction>,
     weights: Vec<f64>,
+    /// Number of restarts of commands that remain for this batch of completions.
+    restarts_left: u32,
 }
 
 impl Rewards {
@@ -97,7 +99,7 @@ impl Rewards {
         }
         let functions: Result<Vec<_>, _> = specs.iter().map(|spec| RewardFunction::open(spec, timeout)).collect();
         let weights = if weights.is_empty() { vec![1.0; specs.len()] } else { weights.to_vec() };
-        Ok(Rewards { functions: functions?, weights })
+        Ok(Rewards { functions: functions?, weights, restarts_left: RESTARTS_MAX })
     }
 
     /// Returns the names of all rewards, in order.
@@ -108,6 +110,12 @@ impl Rewards {
     /// Returns the weight of each reward, in order.
     pub fn weights(&self) -> &[f64] {
         &self.weights
+    }
+
+    /// Begins a batch of completions, which may come in several calls of [`Rewards::score`]. Commands may restart three times
+    /// for it.
+    pub fn begin_batch(&mut self) {
+        self.restarts_left = RESTARTS_MAX;
     }
 
     /// Computes all rewards of completions: one list for each completion, with one entry for each reward. `None` stands
@@ -122,10 +130,12 @@ impl Rewards {
         completions: &[Completion],
         stops: &[&AtomicBool],
     ) -> Result<Vec<Vec<Option<f64>>>, Failure> {
-        let mut call = Call { stops, restarts_left: RESTARTS_MAX };
+        let mut call = Call { stops, restarts_left: self.restarts_left };
         let mut scores = vec![Vec::new(); completions.len()];
         for function in &mut self.functions {
-            for (scores, score) in scores.iter_mut().zip(function.score(completions, &mut call)?) {
+            let found = function.score(completions, &mut call);
+            self.restarts_left = call.restarts_left;
+            for (scores, score) in scores.iter_mut().zip(found?) {
                 scores.push(score);
             }
         }

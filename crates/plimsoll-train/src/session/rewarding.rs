@@ -11,7 +11,7 @@ use plimsoll_core::{Event, Failure, RoundSeconds};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
@@ -24,6 +24,16 @@ pub(super) struct RewardedCompletion {
     pub text: String,
     /// Its rewards; `None` for no opinion.
     pub rewards: Vec<Option<f64>>,
+}
+
+/// The sender of completions. It sends their end when it is dropped, also by a panic: abandoned threads of lost devices may
+/// hold the channel open for ever.
+struct EndOfCompletions(Sender<Option<(usize, SampledCompletion)>>);
+
+impl Drop for EndOfCompletions {
+    fn drop(&mut self) {
+        let _ = self.0.send(None);
+    }
 }
 
 /// Computes the rewards of completions of prompts.
@@ -48,24 +58,35 @@ impl Session {
     ) -> Result<Vec<RewardedCompletion>, StepInterrupt> {
         let end_tokens = request.end_tokens.clone();
         let scorer = &Scorer { source, records, end_tokens: &end_tokens };
+        scorer.rewards().begin_batch();
         let (sender, ended) = channel();
         request.ended = Some(sender.clone());
         let (begin, has_failed) = (Instant::now(), &AtomicBool::new(false));
         let (completions, known) = thread::scope(|scope| {
-            let scoring = scope.spawn(move || scorer.score_ended(&ended, &[stop, has_failed]));
+            let end = EndOfCompletions(sender);
+            let score = move || {
+                let known = scorer.score_ended(&ended, &[stop, has_failed]);
+                // After a failure of sampling, that of a reward only says that it was stopped.
+                known.map_err(|failure| (!has_failed.load(Ordering::Relaxed)).then_some(failure))
+            };
+            let scoring =
+                thread::Builder::new().spawn_scoped(scope, score).map_err(|_| Failure::no_thread("for rewards"))?;
             let completions = self.complete_prompts(request, log);
             seconds.generate = begin.elapsed().as_secs_f64();
             has_failed.store(completions.is_err(), Ordering::Relaxed);
-            // Abandoned threads of lost devices may hold the channel open, so its end is sent.
-            let _ = sender.send(None);
-            (completions, scoring.join().expect("rewards do not panic"))
-        });
-        let rewarded = completions.map(|completions| scorer.score_rest(completions, known, stop));
+            drop(end);
+            Ok::<_, Failure>((completions, scoring.join().expect("rewards do not panic")))
+        })?;
+        let rewarded = match known {
+            // Sampling ends early after the failure of a reward.
+            Err(Some(failure)) => Err(failure),
+            known => scorer.score_rest(completions?, known.unwrap_or_default(), stop),
+        };
         seconds.reward = begin.elapsed().as_secs_f64() - seconds.generate;
         for message in scorer.rewards().warnings() {
             log.emit(Event::Warning { message })?;
         }
-        rewarded?.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })
+        rewarded.map_err(|failure| StepInterrupt::Stop { failure, state_intact: true })
     }
 
     /// Completes prompts on the team. On a CPU with a load limit, a pause follows that keeps the machine usable.
@@ -94,7 +115,6 @@ impl Scorer<'_> {
     ) -> Result<HashMap<usize, RewardedCompletion>, Failure> {
         let (mut known, mut is_over) = (HashMap::new(), false);
         while !is_over {
-            // Without a sender, sampling has failed.
             let Ok(first) = ended.recv() else { break };
             let received: Vec<_> = std::iter::once(first).chain(ended.try_iter()).collect();
             is_over = received.iter().any(Option::is_none);
@@ -110,10 +130,9 @@ impl Scorer<'_> {
     fn score_rest(
         &self,
         completions: Vec<SampledCompletion>,
-        known: Result<HashMap<usize, RewardedCompletion>, Failure>,
+        mut known: HashMap<usize, RewardedCompletion>,
         stop: &AtomicBool,
     ) -> Result<Vec<RewardedCompletion>, Failure> {
-        let mut known = known?;
         known.retain(|number, rewarded| rewarded.completion == completions[*number]);
         let rest: Vec<(usize, SampledCompletion)> =
             completions.into_iter().enumerate().filter(|(number, _)| !known.contains_key(number)).collect();
@@ -155,4 +174,68 @@ impl Scorer<'_> {
 pub(super) fn prompt_value(record: &PromptRecord) -> &Value {
     let keys = ["prompt", "messages", "conversations"];
     keys.iter().find_map(|key| record.keys.get(*key)).unwrap_or(&Value::Null)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Prompt, SourceLocation, Tokenizer};
+    use crate::rewards::RewardSpec;
+    use serde_json::json;
+    use std::fs;
+    use std::path::Path;
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    /// Returns a source of prompts whose completions get these rewards. Token 5 is the word `t5`.
+    fn source(folder: &Path, reward: &str) -> PromptSource {
+        let vocab: serde_json::Map<String, Value> = (0..10).map(|id| (format!("t{id}"), json!(id))).collect();
+        let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "t0"});
+        let file = folder.join("tokenizer.json");
+        fs::write(&file, json!({"version": "1.0", "added_tokens": [], "model": model}).to_string()).unwrap();
+        let specs = [reward.parse::<RewardSpec>().unwrap()];
+        let rewards = Rewards::open(&specs, &[], Duration::from_secs(60)).unwrap();
+        let record = PromptRecord {
+            location: SourceLocation::whole(folder),
+            prompt: Prompt::Text("t1".into()),
+            keys: json!({"prompt": "t1"}).as_object().unwrap().clone(),
+        };
+        let tokenizer = Tokenizer::load(&file).unwrap();
+        PromptSource { train: vec![], eval: vec![record; 3], tokenizer, rewards: Mutex::new(rewards) }
+    }
+
+    fn completion(token: i32) -> SampledCompletion {
+        SampledCompletion { tokens: vec![token, 2], logps: vec![-1.0; 2], entropy: 1.0 }
+    }
+
+    #[test]
+    fn completions_are_rewarded_before_the_last_one_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let seen = folder.path().join("seen");
+        let command = format!("command:while read line; do echo 0.5; echo >> '{}'; done", seen.display());
+        let source = source(folder.path(), &command);
+        let records: Vec<&PromptRecord> = source.eval.iter().collect();
+        let scorer = &Scorer { source: &source, records: &records, end_tokens: &[2] };
+        let (sender, ended) = channel();
+        let known = thread::scope(|scope| {
+            let scoring = scope.spawn(move || scorer.score_ended(&ended, &[]));
+            let end = EndOfCompletions(sender.clone());
+            sender.send(Some((1, completion(5)))).unwrap();
+            let begin = Instant::now();
+            while !seen.exists() {
+                assert!(begin.elapsed() < Duration::from_secs(60), "the first completion gets no reward");
+                thread::sleep(Duration::from_millis(5));
+            }
+            sender.send(Some((0, completion(6)))).unwrap();
+            drop(end);
+            scoring.join().unwrap().unwrap()
+        });
+        assert_eq!(known.len(), 2);
+        // Completion 0 was sampled again, and differs. Completion 2 is new.
+        let all = scorer.score_rest(vec![completion(7), completion(5), completion(8)], known, &AtomicBool::new(false));
+        let texts: Vec<(String, Vec<Option<f64>>)> =
+            all.unwrap().into_iter().map(|one| (one.text, one.rewards)).collect();
+        assert_eq!(texts, ["t7", "t5", "t8"].map(|text| (text.to_owned(), vec![Some(0.5)])));
+        assert_eq!(fs::read(&seen).unwrap().len(), 4, "completion 1 is not rewarded twice");
+    }
 }

@@ -184,6 +184,7 @@ impl Session {
             max_new_tokens: settings.max_completion_length as usize,
             sampling: if samples { sampling } else { Sampling::GREEDY },
             end_tokens: self.context.resolved.model.config.eos.clone(),
+            threads: (self.context.run.run.threads.on_host() / self.team.workers().len()).max(1),
             ended: None,
         }
     }

@@ -15,13 +15,14 @@ use plimsoll_core::Failure;
 use plimsoll_core::printable::shortened;
 use process::RewardProcess;
 use std::env;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 /// The program that serves a function in Python.
 const SERVER: &str = include_str!("reward_server.py");
-/// Environment variable with the path of the Python interpreter; otherwise it is `python3`.
-const PYTHON: &str = "PLIMSOLL_PYTHON";
+/// Environment variable with the path of the Python interpreter of functions. `plimsoll.train` sets it.
+const PYTHON: &str = "PLIMSOLL_REWARD_PYTHON";
 /// Most characters of a command in a message.
 const SHOWN_CHARS: usize = 200;
 
@@ -38,9 +39,7 @@ impl Program {
     fn command(&self) -> Command {
         let mut command = match self {
             Program::Shell(_) => Command::new("sh"),
-            Program::Python(_) => {
-                Command::new(env::var_os(PYTHON).filter(|path| !path.is_empty()).unwrap_or_else(|| "python3".into()))
-            }
+            Program::Python(_) => Command::new(interpreter()),
         };
         match self {
             Program::Shell(line) => command.args(["-c", line]),
@@ -48,6 +47,14 @@ impl Program {
         };
         command
     }
+}
+
+/// Returns the Python interpreter of functions: the one that the environment names, else the one in the folder of this
+/// program, else the one in `PATH`.
+fn interpreter() -> PathBuf {
+    let named = env::var_os(PYTHON).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let beside = || Some(env::current_exe().ok()?.parent()?.join("python3")).filter(|path| path.is_file());
+    named.or_else(beside).unwrap_or_else(|| "python3".into())
 }
 
 /// A reward of a command, with its process.

@@ -16,16 +16,20 @@ import sys
 
 # Time in seconds to wait for another line, so that a function gets several completions at once.
 PAUSE = 0.005
+# Most completions of one call. The time limit of a line holds for a call.
+ROWS_MAX = 16
 
 
 def load_function(place, name):
     """Returns the function `name` of a file or a module."""
     if place.endswith(".py"):
         sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
-        spec = importlib.util.spec_from_file_location("plimsoll_reward_functions", place)
+        # Child processes of the function import the module by this name.
+        name_of_module = os.path.splitext(os.path.basename(place))[0]
+        spec = importlib.util.spec_from_file_location(name_of_module, place)
         module = importlib.util.module_from_spec(spec)
         # Classes that are pickled, and data classes, look for their module here.
-        sys.modules[spec.name] = module
+        sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
     else:
         sys.path.insert(0, os.getcwd())
@@ -36,27 +40,24 @@ def load_function(place, name):
     return function
 
 
-def call_function(function, rows):
+def call_function(function, rows, loop):
     """Calls a function with lists, as TRL does: prompts, completions, completion_ids, and all other keys of the records."""
-    lists = {"prompts": [], "completions": [], "completion_ids": []}
-    keys = {key for row in rows for key in row} - {"prompt", "completion", "completion_ids"}
-    lists.update({key: [row.get(key) for row in rows] for key in sorted(keys)})
-    for row in rows:
-        text = row["completion"]
-        is_conversation = isinstance(row["prompt"], list)
-        lists["prompts"].append(row["prompt"])
-        lists["completions"].append([{"role": "assistant", "content": text}] if is_conversation else text)
-        lists["completion_ids"].append(row["completion_ids"])
+    keys = {key for row in rows for key in row} - {"prompt", "completion"}
+    lists = {key: [row.get(key) for row in rows] for key in sorted(keys)}
+    lists["prompts"] = [row["prompt"] for row in rows]
+    lists["completions"] = [as_completion(row) for row in rows]
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         accepted = {parameter.name for parameter in parameters}
         lists = {key: values for key, values in lists.items() if key in accepted}
     rewards = function(**lists)
-    return asyncio.run(wait_for(rewards)) if inspect.isawaitable(rewards) else rewards
+    return loop.run_until_complete(rewards) if inspect.isawaitable(rewards) else rewards
 
 
-async def wait_for(rewards):
-    return await rewards
+def as_completion(row):
+    """Returns a completion as TRL does: a list of messages after a list of messages, else a text."""
+    text = row["completion"]
+    return [{"role": "assistant", "content": text}] if isinstance(row["prompt"], list) else text
 
 
 def load_dataset_scores(name):
@@ -82,8 +83,8 @@ def read_batches(descriptor):
         if is_open and select.select([descriptor], [], [], PAUSE)[0]:
             continue
         *lines, rest = rest.split(b"\n")
-        if lines:
-            yield [json.loads(line) for line in lines]
+        for first in range(0, len(lines), ROWS_MAX):
+            yield [json.loads(line) for line in lines[first : first + ROWS_MAX]]
 
 
 def as_number(reward):
@@ -92,22 +93,26 @@ def as_number(reward):
 
 
 def main():
-    # What a function prints must not count as a reward.
-    output = os.fdopen(os.dup(1), "w")
+    # Output of the function must not count as a reward, and child processes of it must not read requests.
+    requests, replies = os.dup(0), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.environ["PLIMSOLL_REWARD_PROCESS"] = "1"
     kind, *names = sys.argv[1:]
     if kind == "python":
-        function = load_function(*names)
-        score_rows = lambda rows: call_function(function, rows)
+        # Clients that an async function keeps belong to one loop.
+        function, loop = load_function(*names), asyncio.new_event_loop()
+        score_rows = lambda rows: call_function(function, rows, loop)
     else:
         score_rows = load_dataset_scores(*names)
-    for rows in read_batches(0):
+    for rows in read_batches(requests):
         rewards = list(score_rows(rows))
         if len(rewards) != len(rows):
             raise ValueError(f"the function returned {len(rewards)} rewards for {len(rows)} completions")
-        output.write("".join(json.dumps(as_number(reward)) + "\n" for reward in rewards))
-        output.flush()
+        replies.write("".join(json.dumps(as_number(reward)) + "\n" for reward in rewards))
+        replies.flush()
 
 
-main()
+# Child processes of a function may import this file's text as their main module.
+if __name__ == "__main__":
+    main()

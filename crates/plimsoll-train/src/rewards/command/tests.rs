@@ -338,6 +338,7 @@ fn function(folder: &Path, functions: &str, name: &str) -> String {
 }
 
 const FUNCTIONS: &str = "
+import asyncio, subprocess, sys
 import other
 
 def named(completions, answer, **columns):
@@ -352,6 +353,20 @@ class Judge:
     @staticmethod
     def roles(prompts, completions):
         return [len(prompt) + (completion[0]['role'] == 'assistant') for prompt, completion in zip(prompts, completions)]
+
+calls = 0
+lock = asyncio.Lock()
+
+async def guarded(completions, prompts):
+    global calls
+    calls += 1
+    async with lock:
+        await asyncio.sleep(0)
+    return [float(calls > 0 and len(completions) == len(prompts) <= 16)] * len(completions)
+
+def children(completions):
+    child = subprocess.run([sys.executable, '-c', 'import sys; print(len(sys.stdin.read()))'], capture_output=True)
+    return [float(child.stdout)] * len(completions)
 
 def too_few(completions):
     return [0.0] * (len(completions) - 1)
@@ -375,9 +390,42 @@ fn functions_in_python_get_lists() {
             assert_eq!(score(&mut lengths, &numbered(count)).unwrap(), vec![Some(3.0); count]);
         }
         assert!(lengths.warnings().is_empty());
+        let mut guarded = open_function("guarded");
+        for count in [1, 40] {
+            assert_eq!(score(&mut guarded, &numbered(count)).unwrap(), vec![Some(1.0); count]);
+        }
+        // Requests are not the input of child processes.
+        let mut children = open_function("children");
+        assert_eq!(score(&mut children, &numbered(20)).unwrap(), vec![Some(0.0); 20]);
+        // A column does not replace the completions.
+        let columns = json!({"completions": ["x"], "prompts": 1, "answer": "4", "level": 2});
+        let renamed = [Sample::new("4", columns)];
+        assert_eq!(score(&mut open_function("named"), &renamed).unwrap(), [Some(1.0)]);
         let prompt = json!([{"role": "user", "content": "2+2?"}]);
         let messages = [Sample { prompt, ..Sample::new("4", json!({})) }];
         assert_eq!(score(&mut open_function("Judge.roles"), &messages).unwrap(), [Some(2.0)]);
+    });
+}
+
+#[test]
+fn datasets_of_reasoning_gym_score_answers() {
+    with_watchdog(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let package = folder.path().join("reasoning_gym");
+        fs::create_dir(&package).unwrap();
+        let init = "def get_score_answer_fn(name):\n\
+                    \x20   return lambda answer, entry: float(answer == entry['answer']) + len(name) / 100\n";
+        fs::write(package.join("__init__.py"), init).unwrap();
+        let utils = "import re\n\
+                     def extract_answer(text):\n\
+                     \x20   found = re.findall('<answer>(.*?)</answer>', text)\n\
+                     \x20   return found[-1] if found else None\n";
+        fs::write(package.join("utils.py"), utils).unwrap();
+        let server = concat!(env!("CARGO_MANIFEST_DIR"), "/src/rewards/command/reward_server.py");
+        let path = folder.path().display();
+        let command = format!("command:PYTHONPATH='{path}' exec python3 '{server}' reasoning_gym abcd");
+        let samples = ["<answer>7</answer>", " 7 ", "It is 7"].map(|text| Sample::new(text, json!({"answer": "7"})));
+        assert_eq!(score(&mut open(&[&command]), &samples).unwrap(), [Some(1.04), Some(1.04), Some(0.04)]);
     });
 }
 
@@ -400,8 +448,5 @@ fn functions_that_fail_are_named_with_their_error() {
         let missing = "python:none/rewards.py:f".parse().unwrap();
         let failure = Rewards::open(&[missing], &[], Duration::MAX).map(|_| ()).unwrap_err();
         assert!(failure.exit == Exit::Input && failure.message.contains("cannot read none/rewards.py"), "{failure}");
-        // `reasoning_gym` is not installed.
-        let failure = score(&mut open(&["reasoning_gym:leg_counting"]), &numbered(1)).unwrap_err();
-        assert!(failure.message.contains("No module named 'reasoning_gym'"), "{failure}");
     });
 }

@@ -111,33 +111,49 @@ fn few_panels<T: Float>(
         // SAFETY: each task has a part.
         let panel = unsafe { right.part(task * wide * depth..(task + 1) * wide * depth) };
         let mine = task * panels_each..panels.min((task + 1) * panels_each);
-        let multiply = |from: usize, a: Left<T>, index: usize, panel: &mut [T]| {
-            let (slice, column) = (from..k.min(from + depth), index * wide);
-            pack_right(p, slice.clone(), column..n.min(column + wide), wide, panel);
-            // SAFETY: (0, column) is inside the output; tasks write disjoint columns of it.
-            let mut to = unsafe { target.get().from(0, column) };
-            if from > 0 {
-                to = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
-            }
-            small_product(m, wide.min(n - column), slice.len(), Depth::Whole, a, panel.as_ptr(), wide, to);
-        };
         // With k = 0 there is one empty slice, because the epilogue must still run.
-        let slices = || (0..k.max(1)).step_by(depth);
+        let slices = || (0..k.max(1)).step_by(depth).map(|from| from..k.min(from + depth));
         if p.a_transposed {
-            for from in slices() {
+            for slice in slices() {
                 // SAFETY: lanes have disjoint parts.
                 let block = unsafe { left.part(lane * left_size..(lane + 1) * left_size) };
-                let slice = from..k.min(from + depth);
                 pack_left(p, slice.clone(), 0..m, block);
-                mine.clone().for_each(|index| multiply(from, Left::packed(block.as_ptr(), slice.len()), index, panel));
+                for index in mine.clone() {
+                    let a = Left::packed(block.as_ptr(), slice.len());
+                    multiply_panel(p, slice.clone(), a, index * wide, wide, panel, target.get());
+                }
             }
         } else {
             // All of a panel before the next one: rows of the right operand are read from their beginning to their end.
             for index in mine {
-                slices().for_each(|from| multiply(from, Left::rows(p.a[from..].as_ptr(), p.a_row), index, panel));
+                for slice in slices() {
+                    let a = Left::rows(p.a[slice.start..].as_ptr(), p.a_row);
+                    multiply_panel(p, slice, a, index * wide, wide, panel, target.get());
+                }
             }
         }
     });
+}
+
+/// Packs a slice of the columns from `column` on into `panel`, and multiplies all rows by it. No other task may write to
+/// these columns of the target.
+fn multiply_panel<T: Float>(
+    p: &Product<T>,
+    slice: Range<usize>,
+    a: Left<T>,
+    column: usize,
+    wide: usize,
+    panel: &mut [T],
+    target: Target<T>,
+) {
+    let columns = column..p.n.min(column + wide);
+    pack_right(p, slice.clone(), columns.clone(), wide, panel);
+    // SAFETY: (0, column) is inside the output.
+    let mut to = unsafe { target.from(0, column) };
+    if slice.start > 0 {
+        to = Target { scale: to.scale, ..Target::new(to.at, to.row, true) };
+    }
+    small_product(p.m, columns.len(), slice.len(), Depth::Whole, a, panel.as_ptr(), wide, to);
 }
 
 /// Copies the rows `slice` and the columns `columns` of the right operand into `panel`, row by row. A row of the panel
