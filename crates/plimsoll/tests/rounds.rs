@@ -266,7 +266,7 @@ fn killed_rounds_continue_with_the_same_completions() {
 #[test]
 fn plan_names_the_smallest_load_line() {
     let workspace = workspace();
-    let plan: Value = serde_json::from_str(&workspace.succeed(&["plan", "sampled.toml", "--json"])).unwrap();
+    let plan: Value = serde_json::from_str(&workspace.succeed(&["plan", "sampled.toml", "--json"]).stdout).unwrap();
     let (smallest, peak) = (&plan["smallest"], plan["devices"][0]["peak_bytes"].as_u64().unwrap());
     let least = smallest["peak_bytes"].as_u64().unwrap();
     assert!(least < peak && smallest["slots"] == 1, "{smallest}");

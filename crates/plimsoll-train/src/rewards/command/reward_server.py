@@ -23,7 +23,8 @@ ROWS_MAX = 16
 def load_function(place, name):
     """Returns the function `name` of a file or a module."""
     if place.endswith(".py"):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(place)))
+        # As if Python ran the file: its folder takes the place of the current one.
+        sys.path[0] = os.path.dirname(os.path.abspath(place))
         # Child processes of the function import the module by this name.
         name_of_module = os.path.splitext(os.path.basename(place))[0]
         spec = importlib.util.spec_from_file_location(name_of_module, place)
@@ -32,7 +33,6 @@ def load_function(place, name):
         sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
     else:
-        sys.path.insert(0, os.getcwd())
         module = importlib.import_module(place)
     function = module
     for part in name.split("."):
