@@ -118,9 +118,7 @@ impl Scorer<'_> {
             let Ok(first) = ended.recv() else { break };
             let received: Vec<_> = std::iter::once(first).chain(ended.try_iter()).collect();
             is_over = received.iter().any(Option::is_none);
-            let waiting: Vec<(usize, SampledCompletion)> = received.into_iter().flatten().collect();
-            let numbers: Vec<usize> = waiting.iter().map(|(number, _)| *number).collect();
-            known.extend(numbers.into_iter().zip(self.score(waiting, stops)?));
+            known.extend(self.score(received.into_iter().flatten().collect(), stops)?);
         }
         Ok(known)
     }
@@ -136,19 +134,18 @@ impl Scorer<'_> {
         known.retain(|number, rewarded| rewarded.completion == completions[*number]);
         let rest: Vec<(usize, SampledCompletion)> =
             completions.into_iter().enumerate().filter(|(number, _)| !known.contains_key(number)).collect();
-        let numbers: Vec<usize> = rest.iter().map(|(number, _)| *number).collect();
-        known.extend(numbers.into_iter().zip(self.score(rest, &[stop])?));
+        known.extend(self.score(rest, &[stop])?);
         let mut all: Vec<(usize, RewardedCompletion)> = known.into_iter().collect();
         all.sort_unstable_by_key(|(number, _)| *number);
         Ok(all.into_iter().map(|(_, rewarded)| rewarded).collect())
     }
 
-    /// Rewards completions, which have these numbers.
+    /// Rewards completions, which keep their numbers.
     fn score(
         &self,
         completions: Vec<(usize, SampledCompletion)>,
         stops: &[&AtomicBool],
-    ) -> Result<Vec<RewardedCompletion>, Failure> {
+    ) -> Result<Vec<(usize, RewardedCompletion)>, Failure> {
         let texts: Vec<String> =
             completions.iter().map(|(_, completion)| self.decode(completion)).collect::<Result<_, Failure>>()?;
         let found = completions.iter().zip(&texts).map(|((number, completion), text)| Completion {
@@ -159,7 +156,9 @@ impl Scorer<'_> {
         });
         let rewards = self.rewards().score(&found.collect::<Vec<_>>(), stops)?;
         let all = completions.into_iter().zip(texts).zip(rewards);
-        Ok(all.map(|(((_, completion), text), rewards)| RewardedCompletion { completion, text, rewards }).collect())
+        let rewarded =
+            |(((number, completion), text), rewards)| (number, RewardedCompletion { completion, text, rewards });
+        Ok(all.map(rewarded).collect())
     }
 
     /// Decodes a completion to text, without end tokens.
@@ -212,7 +211,7 @@ mod tests {
     fn completions_are_rewarded_before_the_last_one_ends() {
         let folder = tempfile::tempdir().unwrap();
         let seen = folder.path().join("seen");
-        let command = format!("command:while read line; do echo 0.5; echo >> '{}'; done", seen.display());
+        let command = format!("command:while read line; do echo >> '{}'; echo 0.5; done", seen.display());
         let source = source(folder.path(), &command);
         let records: Vec<&PromptRecord> = source.eval.iter().collect();
         let scorer = &Scorer { source: &source, records: &records, end_tokens: &[2] };
